@@ -1,0 +1,1 @@
+"""What machine is this, and what fits?"""

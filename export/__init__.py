@@ -1,0 +1,1 @@
+"""How is a quantized model written down, and read back?"""

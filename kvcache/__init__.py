@@ -1,0 +1,1 @@
+"""Where keys and values live: the block pool and each sequence's table of blocks."""

@@ -1,0 +1,192 @@
+"""`ModelSpec`: everything an exporter or executor must know about a decoder, and nothing about files."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding over the first `rotary_dim` elements of a head, in the half-split layout
+    of Hugging Face: element i is rotated with element i + rotary_dim / 2.
+
+    `scaling` follows transformers' `rope_type`: "none", "linear", "llama3", "yarn".
+    """
+
+    theta: float
+    rotary_dim: int
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+    attention_factor: float = 1.0  # yarn: multiplies cos and sin; resolved from mscale at import
+
+    def inv_freq(self) -> NDArray[np.float32]:
+        """Radians per position for each rotated pair, [rotary_dim / 2] float32.
+
+        Sources: https://arxiv.org/abs/2104.09864, https://arxiv.org/abs/2309.00071 (yarn) and Llama 3.1's
+        published scaling.
+        """
+        exponents = np.arange(0, self.rotary_dim, 2, dtype=np.float32) / np.float32(self.rotary_dim)
+        base = (1.0 / np.power(np.float32(self.theta), exponents)).astype(np.float32)
+        if self.scaling == "linear":
+            base = base / np.float32(self.factor)
+        elif self.scaling == "llama3":
+            base = self._llama3(base)
+        elif self.scaling == "yarn":
+            base = self._yarn(base)
+        return base.astype(np.float32)
+
+    def _llama3(self, base: NDArray[np.float32]) -> NDArray[np.float32]:
+        wavelength = 2 * math.pi / base
+        low = self.original_max_position / self.low_freq_factor
+        high = self.original_max_position / self.high_freq_factor
+        span = self.high_freq_factor - self.low_freq_factor
+        smooth = (self.original_max_position / wavelength - self.low_freq_factor) / span
+        blended = (1 - smooth) * base / self.factor + smooth * base
+        scaled = np.where(wavelength > low, base / self.factor, blended)
+        return np.where(wavelength < high, base, scaled).astype(np.float32)
+
+    def _yarn(self, base: NDArray[np.float32]) -> NDArray[np.float32]:
+        def dimension(rotations: float) -> float:
+            turns = self.original_max_position / (rotations * 2 * math.pi)
+            return self.rotary_dim * math.log(turns) / (2 * math.log(self.theta))
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0.0), min(high, self.rotary_dim - 1.0)
+        if low == high:
+            high += 0.001
+        ramp = np.clip((np.arange(self.rotary_dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+        return (base / self.factor * ramp + base * (1 - ramp)).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """One linear layer `y = x Wᵀ + b`: its weight's name, and sizes in elements. The bias, where there is
+    one, has the same name with `.weight` replaced by `.bias`."""
+
+    name: str
+    out_features: int
+    in_features: int
+    bias: bool
+
+    @property
+    def bias_name(self) -> str:
+        return self.name.removesuffix(".weight") + ".bias"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder-only transformer: pre-norm RMSNorm, grouped-query attention with RoPE, gated MLP.
+
+    Tensor names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`); a source with other names
+    maps them at import. Weights are [out_features, in_features].
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    norm_eps: float
+    rope: RopeSpec
+    activation: Activation = "silu"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over head_dim on q and k, before RoPE
+    tied_embeddings: bool = False
+    # One entry a layer: how many tokens it attends to, itself included; None is all of them.
+    sliding_windows: tuple[int | None, ...] = ()
+    attention_softcap: float | None = None  # scores become cap * tanh(scores / cap)
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None  # None is head_dim ** -0.5
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def window_groups(self) -> tuple[int | None, ...]:
+        """The distinct windows in order of first use; G of the executor contract is their number."""
+        return tuple(dict.fromkeys(self.sliding_windows))
+
+    @property
+    def embedding_name(self) -> str:
+        return "model.embed_tokens.weight"
+
+    @property
+    def head_name(self) -> str:
+        """The tensor the head multiplies with: the embedding when tied."""
+        return self.embedding_name if self.tied_embeddings else "lm_head.weight"
+
+    @property
+    def final_norm_name(self) -> str:
+        return "model.norm.weight"
+
+    def layer_prefix(self, layer: int) -> str:
+        return f"model.layers.{layer}."
+
+    def linears(self, layer: int) -> tuple[LinearSpec, ...]:
+        """The layer's seven linear layers, in the order data meets them: q, k, v, o, gate, up, down."""
+        p, hidden, inner = self.layer_prefix(layer), self.hidden_size, self.intermediate_size
+        return (
+            LinearSpec(p + "self_attn.q_proj.weight", self.q_size, hidden, self.qkv_bias),
+            LinearSpec(p + "self_attn.k_proj.weight", self.kv_size, hidden, self.qkv_bias),
+            LinearSpec(p + "self_attn.v_proj.weight", self.kv_size, hidden, self.qkv_bias),
+            LinearSpec(p + "self_attn.o_proj.weight", hidden, self.q_size, self.output_bias),
+            LinearSpec(p + "mlp.gate_proj.weight", inner, hidden, self.mlp_bias),
+            LinearSpec(p + "mlp.up_proj.weight", inner, hidden, self.mlp_bias),
+            LinearSpec(p + "mlp.down_proj.weight", hidden, inner, self.mlp_bias),
+        )
+
+    def norms(self, layer: int) -> dict[str, int]:
+        """The layer's norm weights: name to length."""
+        p = self.layer_prefix(layer)
+        names = {p + "input_layernorm.weight": self.hidden_size}
+        if self.qk_norm:
+            names |= {p + f"self_attn.{x}_norm.weight": self.head_dim for x in "qk"}
+        return names | {p + "post_attention_layernorm.weight": self.hidden_size}
+
+    def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Every tensor of one layer: name to shape."""
+        shapes: dict[str, tuple[int, ...]] = {n: (size,) for n, size in self.norms(layer).items()}
+        for linear in self.linears(layer):
+            shapes[linear.name] = (linear.out_features, linear.in_features)
+            if linear.bias:
+                shapes[linear.bias_name] = (linear.out_features,)
+        return shapes
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the model: name to shape. The head is absent when tied."""
+        shapes: dict[str, tuple[int, ...]] = {self.embedding_name: (self.vocab_size, self.hidden_size)}
+        for layer in range(self.num_layers):
+            shapes |= self.layer_tensors(layer)
+        shapes[self.final_norm_name] = (self.hidden_size,)
+        if not self.tied_embeddings:
+            shapes[self.head_name] = (self.vocab_size, self.hidden_size)
+        return shapes

@@ -1,0 +1,31 @@
+// The Python face of the C++ code: module `nybble._kernels`.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "cpu_info.h"
+
+namespace nb = nanobind;
+
+static nb::dict cpu_info_dict() {
+    nybble::CpuInfo info = nybble::cpu_info();
+    nb::list isa, caches;
+    for (const std::string& name : info.isa) isa.append(name);
+    for (const nybble::Cache& cache : info.caches) {
+        nb::dict entry;
+        entry["level"] = cache.level;
+        entry["type"] = cache.type;
+        entry["bytes"] = cache.bytes;
+        entry["line_bytes"] = cache.line_bytes;
+        entry["shared_by"] = cache.shared_by;
+        caches.append(entry);
+    }
+    nb::dict result;
+    result["brand"] = info.brand;
+    result["isa"] = isa;
+    result["caches"] = caches;
+    return result;
+}
+
+NB_MODULE(_kernels, m) {
+    m.def("cpu_info", &cpu_info_dict);
+}

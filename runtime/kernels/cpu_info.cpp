@@ -1,0 +1,7 @@
+#include "cpu_info.h"
+
+namespace nybble {
+
+CpuInfo cpu_info() { return {}; }
+
+}  // namespace nybble
