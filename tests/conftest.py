@@ -1,0 +1,108 @@
+"""Fixtures that more than one room needs."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+TINY_SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """A byte-level BPE of 512 tokens, trained here on Python's own help texts."""
+    from pydoc_data.topics import topics
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=TINY_SIZES["vocab_size"],
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([topics[name] for name in sorted(topics)[:8]], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": TINY_SIZES["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `tokenizer.json`, `tokenizer_config.json` and a ChatML `chat_template.jinja`."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    _write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_tiny_model(
+    tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path
+) -> Callable[..., Path]:
+    """`make_tiny_model(family="llama", dtype="float32", **config_overrides) -> Path`: a Hugging Face folder
+    of a small random model with a real tokenizer, made by transformers; the same arguments give the same
+    folder, which tests must not change. Families: llama, mistral, qwen2, qwen3.
+
+    Norms and biases are random too, so that a forgotten one shows; logits have a spread of about 1.
+    """
+    made: dict[str, Path] = {}
+
+    def make(family: str = "llama", dtype: str = "float32", **config_overrides: Any) -> Path:
+        key = json.dumps([family, dtype, config_overrides], sort_keys=True)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(f"tiny-{family}")
+            _write_model(made[key], family, dtype, {**TINY_SIZES, **config_overrides})
+            for source in tiny_tokenizer_dir.iterdir():
+                (made[key] / source.name).write_bytes(source.read_bytes())
+        return made[key]
+
+    return make
+
+
+def _write_model(folder: Path, family: str, dtype: str, config: dict[str, Any]) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config))
+    generator = torch.Generator().manual_seed(1234)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.2 * noise)
+            elif name.endswith(".bias"):
+                parameter.copy_(0.2 * noise)
+            else:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
