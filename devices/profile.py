@@ -1,0 +1,214 @@
+"""`DeviceProfile`: what a model may use on a device, read from a TOML file."""
+
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, cast
+
+from ..errors import SettingError
+from .sizes import parse_bytes, parse_memory_budget
+
+KvDtype = Literal["f32", "f16", "int8"]
+MemoryKind = Literal["host", "unified", "gpu"]
+
+_LARGEST_FILE = 64 * 1024
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Provider:
+    """An ONNX Runtime execution provider and its options, as `InferenceSession` takes them."""
+
+    name: str
+    options: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """What a model may use on one device. Every figure is a limit that is kept, not a wish.
+
+    `docs/devices.md` explains the file's fields one by one.
+    """
+
+    name: str
+    description: str
+    memory_bytes: int | None  # all the memory there is for programs; None where it can't be read
+    memory_kind: MemoryKind  # "gpu" is memory of its own; "unified" is shared by CPU and GPU
+    memory_budget: int | None  # bytes a process may have resident at its peak; None: not limited
+    threads: int
+    bandwidth: float | None  # bytes per second that reading weights can reach; None: not measured
+    providers: tuple[Provider, ...]  # in order of preference
+    page_size: int  # tokens in a page of the KV cache
+    kv_dtype: KvDtype
+    token_budget: int  # most new tokens in one step (`max_batch_tokens`)
+    context: int  # most tokens of one sequence, prompt and answer (`max_model_len`)
+
+    @property
+    def provider_list(self) -> list[tuple[str, dict[str, str]]]:
+        """`providers` in the form that `onnxruntime.InferenceSession(providers=...)` takes."""
+        return [(p.name, dict(p.options)) for p in self.providers]
+
+
+def profile_names() -> list[str]:
+    """The names of the profiles that come with Nybble, sorted."""
+    folder = files(__package__).joinpath("profiles")
+    return sorted(
+        entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
+    )
+
+
+def load_profile(name_or_path: str) -> DeviceProfile:
+    """The profile of that name, or the one in a TOML file, exactly as it is written.
+
+    Text that ends in `.toml` or holds a path separator is a file. Raises `SettingError`.
+    """
+    if name_or_path.endswith(".toml") or "/" in name_or_path or "\\" in name_or_path:
+        return _read_file(Path(name_or_path))
+    names = profile_names()
+    if name_or_path not in names:
+        listed = ", ".join(["auto", *names])
+        raise SettingError(
+            f"device {name_or_path!r} is unknown; expected one of {listed}, or a path to a .toml file"
+        )
+    text = files(__package__).joinpath("profiles", f"{name_or_path}.toml").read_text(encoding="utf-8")
+    return parse_profile(text, name_or_path, f"{name_or_path}.toml")
+
+
+def _read_file(path: Path) -> DeviceProfile:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LARGEST_FILE + 1)
+    except OSError as error:
+        raise SettingError(f"profile {path}: can't be read: {error.strerror}") from None
+    if len(data) > _LARGEST_FILE:
+        raise SettingError(f"profile {path}: longer than {_LARGEST_FILE} bytes, so it isn't a device profile")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SettingError(f"profile {path}: not UTF-8 at byte {error.start}") from None
+    name = path.name.removesuffix(".toml")
+    if not _NAME.fullmatch(name):
+        raise SettingError(
+            f"profile {path}: the file's name gives the profile's; expected letters, digits, . _ -"
+        )
+    return parse_profile(text, name, str(path))
+
+
+def parse_profile(text: str, name: str, where: str) -> DeviceProfile:
+    """The profile in a TOML text; `where` names it in errors. Every field is checked, and an unknown key is
+    an error. Raises `SettingError`."""
+    try:
+        data = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise SettingError(f"profile {where}: not TOML: {error}".replace("\n", " ")) from None
+    unknown = sorted(set(data) - set(_FIELDS))
+    if unknown:
+        raise SettingError(f"profile {where}: unknown key {unknown[0]!r}; expected only {', '.join(_FIELDS)}")
+    values: dict[str, Any] = {}
+    for key, (read, required) in _FIELDS.items():
+        if key in data:
+            values[key] = read(data[key], f"profile {where}: {key}")
+        elif required:
+            raise SettingError(f"profile {where}: {key} is missing")
+        else:
+            values[key] = None
+    budget = values["memory_budget"]
+    values["memory_budget"] = parse_memory_budget(
+        budget, values["memory_bytes"], f"profile {where}: memory_budget"
+    )
+    if values["memory_budget"] > values["memory_bytes"]:
+        raise SettingError(
+            f"profile {where}: memory_budget is {budget!r}, more than memory_bytes ({values['memory_bytes']})"
+        )
+    return DeviceProfile(name=name, **values)
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise SettingError(f"{name} is {value!r}; expected one line of text")
+    return value
+
+
+def _whole(low: int, high: int) -> Callable[[object, str], int]:
+    def read(value: object, name: str) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise SettingError(f"{name} is {value!r}; expected a whole number from {low} to {high}")
+        return value
+
+    return read
+
+
+def _one_of(*choices: str) -> Callable[[object, str], str]:
+    def read(value: object, name: str) -> str:
+        if value not in choices:
+            raise SettingError(f"{name} is {value!r}; expected {' or '.join(choices)}")
+        return cast(str, value)
+
+    return read
+
+
+def _page_size(value: object, name: str) -> int:
+    size = _whole(1, 4096)(value, name)
+    if size & (size - 1):
+        raise SettingError(f"{name} is {size}; expected a power of two")
+    return size
+
+
+def _gigabytes_per_second(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+        raise SettingError(f"{name} is {value!r}; expected GB/s above 0")
+    return float(value) * 1e9
+
+
+def _unchanged(value: object, name: str) -> object:
+    return value
+
+
+def _providers(value: object, name: str) -> tuple[Provider, ...]:
+    """Reads an array of names, or of tables `{ name = "...", options = { key = value } }`."""
+    if not isinstance(value, list) or not value:
+        raise SettingError(f"{name} is {value!r}; expected an array of ONNX Runtime execution providers")
+    found = []
+    for entry in value:
+        table = {"name": entry} if isinstance(entry, str) else entry
+        if (
+            not isinstance(table, dict)
+            or not isinstance(table.get("name"), str)
+            or set(table) - {"name", "options"}
+        ):
+            raise SettingError(
+                f'{name} holds {entry!r}; expected a name, or {{ name = "...", options = {{ ... }} }}'
+            )
+        if not table["name"].endswith("ExecutionProvider"):
+            raise SettingError(f"{name} holds {table['name']!r}; expected a name ending in ExecutionProvider")
+        options = table.get("options", {})
+        if not isinstance(options, dict) or not all(
+            isinstance(v, str | int | float) for v in options.values()
+        ):
+            raise SettingError(
+                f"{name}: options of {table['name']} are {options!r}; expected text or numbers"
+            )
+        # ONNX Runtime takes options as text, with 0 and 1 for booleans.
+        as_text = {k: str(int(v)) if isinstance(v, bool) else str(v) for k, v in options.items()}
+        found.append(Provider(table["name"], MappingProxyType(as_text)))
+    return tuple(found)
+
+
+# The keys of a profile's file: how each is read, and whether it must be there.
+_FIELDS: dict[str, tuple[Callable[[object, str], object], bool]] = {
+    "description": (_text, True),
+    "memory_bytes": (parse_bytes, True),
+    "memory_kind": (_one_of("host", "unified", "gpu"), True),
+    "memory_budget": (_unchanged, True),  # read last: it may be a share of memory_bytes
+    "threads": (_whole(1, 1024), True),
+    "bandwidth": (_gigabytes_per_second, False),
+    "providers": (_providers, True),
+    "page_size": (_page_size, True),
+    "kv_dtype": (_one_of("f32", "f16", "int8"), True),
+    "token_budget": (_whole(1, 2**20), True),
+    "context": (_whole(1, 2**24), True),
+}
