@@ -1,0 +1,77 @@
+"""A sequence's pages: they grow with it, belong to it alone, and all come back."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nybble.kvcache import BlockPool, OutOfPagesError, SequenceBlocks, pages_for
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    page_size=st.sampled_from([1, 3, 16]),
+    groups=st.integers(1, 3),
+    moves=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), max_size=40),
+)
+def test_no_slot_ever_belongs_to_two_tokens(
+    page_size: int, groups: int, moves: list[tuple[int, int]]
+) -> None:
+    pools = [BlockPool(12) for _ in range(groups)]
+    sequences = [SequenceBlocks(pools, page_size) for _ in range(4)]
+    for which, count in moves:
+        sequence = sequences[which]
+        before = sequence.num_tokens, sequence.tables
+        if count == 40:
+            sequence.release()
+            assert sequence.num_tokens == sequence.num_pages == 0
+            continue
+        needed = pages_for(sequence.num_tokens + count, page_size) - sequence.num_pages
+        assert sequence.pages_needed(count) == needed
+        if needed > pools[0].num_free:
+            with pytest.raises(OutOfPagesError):
+                sequence.append(count)
+            assert (sequence.num_tokens, sequence.tables) == before
+            continue
+        sequence.append(count)
+        # What was written stays where it was.
+        assert all(new[: len(old)] == old for new, old in zip(sequence.tables, before[1], strict=True))
+
+        for group in range(groups):
+            slots = [int(s) for q in sequences for s in q.slots(0, q.num_tokens)[group]]
+            assert len(slots) == len(set(slots))
+            assert all(0 <= s < 12 * page_size for s in slots)
+            held = [page for q in sequences for page in q.tables[group]]
+            assert len(held) == len(set(held)) == pools[group].num_used
+    for sequence in sequences:
+        sequence.release()
+    assert all(pool.num_free == 12 for pool in pools)
+
+
+def test_slots_follow_the_table() -> None:
+    pool = BlockPool(5)
+    other = SequenceBlocks([pool], 4)
+    other.append(1)
+    sequence = SequenceBlocks([pool], 4)
+    sequence.append(3)
+    other.append(4)
+    sequence.append(3)
+    table = sequence.tables[0]
+    assert len(table) == 2
+    expected = [table[t // 4] * 4 + t % 4 for t in range(6)]
+    slots = sequence.slots(0, 6)
+    assert slots.dtype == np.int32
+    assert slots.tolist() == [expected]
+    assert sequence.slots(2, 3).tolist() == [expected[2:5]]
+    assert sequence.slots(6, 0).shape == (1, 0)
+    with pytest.raises(ValueError, match="outside the 6"):
+        sequence.slots(4, 3)
+
+
+def test_append_over_groups_is_all_or_nothing() -> None:
+    wide, narrow = BlockPool(8), BlockPool(2)
+    sequence = SequenceBlocks([wide, narrow], 2)
+    with pytest.raises(OutOfPagesError, match="3 KV pages are needed; 2 of 2 are free"):
+        sequence.append(5)
+    assert wide.num_free == 8
+    assert narrow.num_free == 2
