@@ -1,0 +1,42 @@
+"""From a Hugging Face `config.json` to a `ModelSpec`, by `model_type`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import UnsupportedModelError
+from .config_reader import ConfigReader, shown
+from .llama import llama, mistral
+from .qwen2 import qwen2
+from .qwen3 import qwen3
+from .spec import ModelSpec
+
+# A new family is a file with one function, and a line here.
+FAMILIES: Mapping[str, Callable[[ConfigReader], ModelSpec]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+}
+
+
+def supported_model_types() -> tuple[str, ...]:
+    """The `model_type`s that `spec_from_config` knows."""
+    return tuple(FAMILIES)
+
+
+def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
+    """The spec that a parsed `config.json` describes, as transformers' class for its `model_type` would
+    compute it. `where` names the file in messages.
+
+    Raises `ModelFormatError` for a missing key or a value out of range, `UnsupportedModelError` for another
+    `model_type` or a feature that is not supported.
+    """
+    reader = ConfigReader(config, where)
+    model_type = reader.string("model_type")
+    family = FAMILIES.get(model_type)
+    if family is None:
+        known = ", ".join(FAMILIES)
+        raise UnsupportedModelError(
+            f"{where}: model_type {shown(model_type)} is not supported; supported: {known}"
+        )
+    return family(reader)
