@@ -1,0 +1,123 @@
+"""Quantized models for the export tests: round to nearest in numpy, written from the definition and not with
+Nybble's quantizer."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from nybble.models.spec import ModelSpec, RopeSpec
+from nybble.quant.model import QuantizedModel
+from nybble.quant.packing import QuantizedTensor, pack_rows
+from nybble.quant.recipe import Recipe
+
+
+def spec_of(config: dict[str, Any]) -> ModelSpec:
+    """The spec of a llama or qwen2 config without RoPE scaling."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    head_dim = config.get("head_dim") or hidden // heads
+    theta = (config.get("rope_parameters") or config).get("rope_theta", 10000.0)
+    return ModelSpec(
+        model_type=config["model_type"],
+        vocab_size=config["vocab_size"],
+        hidden_size=hidden,
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=head_dim,
+        max_position=config["max_position_embeddings"],
+        norm_eps=config["rms_norm_eps"],
+        rope=RopeSpec(theta=theta, rotary_dim=head_dim),
+        qkv_bias=config["model_type"] == "qwen2" or bool(config.get("attention_bias")),
+        output_bias=bool(config.get("attention_bias")),
+        mlp_bias=bool(config.get("mlp_bias")),
+        tied_embeddings=bool(config.get("tie_word_embeddings")),
+        sliding_windows=(None,) * config["num_hidden_layers"],
+    )
+
+
+def rtn(weight: NDArray[np.float32], recipe: Recipe, seed: int) -> QuantizedTensor:
+    """Round to nearest with f16 scales; for `desc_act` in a random order of the columns."""
+    columns = weight.shape[1]
+    size = columns if recipe.group_size == -1 else recipe.group_size
+    permutation = None
+    if recipe.desc_act:
+        shuffled = np.random.default_rng(seed).permutation(columns)
+        # Inside a group the order carries no meaning; ascending is the one a reader recovers.
+        parts = [np.sort(shuffled[i : i + size]) for i in range(0, columns, size)]
+        permutation = np.concatenate(parts).astype(np.int32)
+        weight = weight[:, permutation]
+    top = (1 << recipe.bits) - 1
+    group = np.arange(columns) // size
+    groups = int(group[-1]) + 1
+    low = np.stack([weight[:, group == g].min(axis=1) for g in range(groups)], axis=1)
+    high = np.stack([weight[:, group == g].max(axis=1) for g in range(groups)], axis=1)
+    low, high = np.minimum(low, 0), np.maximum(high, 0)
+    if recipe.symmetric:
+        scales = (2 * np.maximum(-low, high) / top).astype(np.float16)
+        zeros = np.full(scales.shape, 1 << (recipe.bits - 1))
+    else:
+        scales = ((high - low) / top).astype(np.float16)
+        zeros = np.clip(np.rint(-low / scales), 1, top).astype(int)
+    codes = np.rint(weight / scales.astype(np.float32)[:, group]) + zeros[:, group]
+    codes = np.clip(codes, 0, top).astype(np.uint8)
+    return QuantizedTensor(
+        packed=pack_rows(codes, recipe.bits),
+        scales=scales,
+        zeros=None if recipe.symmetric else zeros.astype(np.uint8),
+        bits=recipe.bits,
+        group_size=size,
+        in_features=columns,
+        permutation=permutation,
+    )
+
+
+def quantize_folder(folder: Path, recipe: Recipe) -> QuantizedModel:
+    """The Hugging Face folder `folder` (one float32 file), quantized by `rtn`."""
+    from safetensors.numpy import load_file
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    spec = spec_of(config)
+    weights = load_file(folder / "model.safetensors")
+    linears = [x.name for layer in range(spec.num_layers) for x in spec.linears(layer)]
+    tensors: dict[str, QuantizedTensor | NDArray[np.float16]] = {}
+    for seed, name in enumerate(spec.tensors()):
+        weight = weights[name]
+        tensors[name] = rtn(weight, recipe, seed) if name in linears else weight.astype(np.float16)
+    tokenizer = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    return QuantizedModel(
+        spec=spec,
+        config=config,
+        generation_config={"eos_token_id": [2]},
+        tokenizer_files={n: (folder / n).read_bytes() for n in tokenizer if (folder / n).is_file()},
+        recipe=recipe,
+        origin=folder.name,
+        source_digest="5" * 64,
+        tensors=tensors,
+        layer_errors=dict.fromkeys(linears, 0.01),
+        calibration_digest="c" * 64,
+    )
+
+
+@pytest.fixture(scope="session")
+def rtn_model(make_tiny_model: Callable[..., Path]) -> Callable[..., QuantizedModel]:
+    """`rtn_model(family="llama", config_overrides={}, **recipe_settings) -> QuantizedModel`"""
+
+    def make(
+        family: str = "llama", config_overrides: dict[str, Any] | None = None, **recipe: Any
+    ) -> QuantizedModel:
+        folder = make_tiny_model(family, **(config_overrides or {}))
+        return quantize_folder(folder, Recipe(**{"group_size": 32, **recipe}))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def quantize_with_rtn() -> Callable[[Path, Recipe], QuantizedModel]:
+    """`quantize_with_rtn(folder, recipe) -> QuantizedModel` for any one-file float32 folder."""
+    return quantize_folder
