@@ -35,8 +35,7 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
     model_type = reader.string("model_type")
     family = FAMILIES.get(model_type)
     if family is None:
-        known = ", ".join(FAMILIES)
         raise UnsupportedModelError(
-            f"{where}: model_type {shown(model_type)} is not supported; supported: {known}"
+            f"{where}: model_type {shown(model_type)} is not supported; supported: {', '.join(FAMILIES)}"
         )
     return family(reader)

