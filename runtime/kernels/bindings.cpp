@@ -7,7 +7,7 @@
 namespace nb = nanobind;
 
 static nb::dict cpu_info_dict() {
-    nybble::CpuInfo info = nybble::cpu_info();
+    const nybble::CpuInfo info = nybble::cpu_info();
     nb::list isa, caches;
     for (const std::string& name : info.isa) isa.append(name);
     for (const nybble::Cache& cache : info.caches) {
@@ -27,5 +27,6 @@ static nb::dict cpu_info_dict() {
 }
 
 NB_MODULE(_kernels, m) {
-    m.def("cpu_info", &cpu_info_dict);
+    m.doc() = "Nybble's C++ code.";
+    m.def("cpu_info", &cpu_info_dict, "What this CPU is: its brand, usable instruction sets and caches.");
 }

@@ -12,15 +12,19 @@ struct Cache {
     std::string type;  // "data", "instruction" or "unified"
     int64_t bytes;
     int line_bytes;
-    int shared_by;  // logical CPUs that share one instance
+    int shared_by;  // logical CPUs that share one instance; 0 where it isn't known
 };
 
 struct CpuInfo {
-    std::string brand;
+    std::string brand;             // empty where the CPU doesn't tell
     std::vector<std::string> isa;  // sets that the CPU has and the operating system saves the registers of
-    std::vector<Cache> caches;
+    std::vector<Cache> caches;     // as the core that asked sees them, nearest first
 };
 
+// Never fails: on an architecture it doesn't know, every field is empty.
 CpuInfo cpu_info();
+
+// The caches of CPU 0 in Linux's /sys; empty elsewhere.
+std::vector<Cache> sysfs_caches();
 
 }  // namespace nybble
