@@ -1,6 +1,7 @@
 """A Hugging Face folder: `config.json`, safetensors in one or many files, a tokenizer."""
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -16,13 +17,14 @@ from .config_reader import read_bounded, read_json_object, regular_file_size, sh
 from .safetensors_file import SafetensorsFile
 from .spec import ModelSpec
 
-MAX_INDEX_BYTES = 64 << 20
+MAX_INDEX_BYTES = 16 << 20
 MAX_TOKENIZER_BYTES = 128 << 20
 MAX_SHARDS = 1000
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]*\.safetensors")
 GENERATION_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 # Computed buffers that older versions of transformers saved; the spec says the same.
@@ -40,15 +42,16 @@ class HfFolder:
         """
         self._folder = folder
         self._origin = origin if origin is not None else folder.resolve().name
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise ModelFormatError(f"{folder}: not a folder")
         config_path = folder / "config.json"
-        if not config_path.exists():
+        if not os.path.exists(config_path):
             raise ModelFormatError(f"{folder}: has no config.json, so it is not a Hugging Face model folder")
         self._config = read_json_object(config_path, str(config_path))
         if self._config.get("quantization_config"):
             raise UnsupportedModelError(
-                f"{config_path}: has a quantization_config: the weights are quantized already; give the original"
+                f"{config_path}: has a quantization_config, so the weights are quantized already; "
+                "give the original model"
             )
         self._spec = spec_from_config(self._config, str(config_path))
         self._generation_config = self._read_generation_config()
@@ -82,7 +85,7 @@ class HfFolder:
         return {
             name: read_bounded(self._folder / name, str(self._folder / name), MAX_TOKENIZER_BYTES)
             for name in TOKENIZER_FILES
-            if (self._folder / name).exists()
+            if os.path.exists(self._folder / name)
         }
 
     @cached_property
@@ -133,7 +136,7 @@ class HfFolder:
 
     def _read_generation_config(self) -> dict[str, Any]:
         path = self._folder / "generation_config.json"
-        generation = read_json_object(path, str(path)) if path.exists() else {}
+        generation = read_json_object(path, str(path)) if os.path.exists(path) else {}
         for key in GENERATION_KEYS:
             if generation.get(key) is None and self._config.get(key) is not None:
                 generation[key] = self._config[key]
@@ -141,18 +144,18 @@ class HfFolder:
         for stop in stops if isinstance(stops, list) else [stops]:
             if stop is not None and (not isinstance(stop, int) or isinstance(stop, bool) or stop < 0):
                 raise ModelFormatError(
-                    f"{path if path.exists() else self._folder / 'config.json'}: eos_token_id is "
+                    f"{path if os.path.exists(path) else self._folder / 'config.json'}: eos_token_id is "
                     f"{shown(stops)}, expected a token id or a list of them"
                 )
         return generation
 
     def _open_weights(self) -> dict[str, str]:
         """Opens the files; tensor name to file name."""
-        if (self._folder / SINGLE_FILE).exists():
+        if os.path.exists(self._folder / SINGLE_FILE):
             return dict.fromkeys(self._open_shard(SINGLE_FILE).tensors, SINGLE_FILE)
         index_path = self._folder / INDEX_FILE
-        if not index_path.exists():
-            pickled = next((name for name in PICKLES if (self._folder / name).exists()), None)
+        if not os.path.exists(index_path):
+            pickled = next((name for name in PICKLES if os.path.exists(self._folder / name)), None)
             if pickled is not None:
                 raise UnsupportedModelError(
                     f"{self._folder}: has only {pickled}, a pickle, which could run code when loaded; "
@@ -163,13 +166,14 @@ class HfFolder:
             read_json_object(index_path, str(index_path), MAX_INDEX_BYTES), index_path
         )
         for name in sorted(set(shard_of.values())):
-            if not (self._folder / name).exists():
+            if not os.path.exists(self._folder / name):
                 raise ModelFormatError(f"{self._folder / name}: is missing, but {INDEX_FILE} names it")
             self._open_shard(name)
         for tensor, name in shard_of.items():
             if tensor not in self._shards[name].tensors:
                 raise ModelFormatError(
-                    f"{self._folder / name}: tensor {shown(tensor)} is missing, but {INDEX_FILE} says it is there"
+                    f"{self._folder / name}: tensor {shown(tensor)} is missing, but {INDEX_FILE} says it is "
+                    "there"
                 )
         return shard_of
 
@@ -184,14 +188,11 @@ class HfFolder:
                 where = self._folder / (SINGLE_FILE if SINGLE_FILE in self._shards else INDEX_FILE)
                 raise ModelFormatError(f"{where}: tensor {shown(name)} is missing, expected {list(shape)}")
             found = self._shards[shard].tensors[name]
+            what = f"{self._folder / shard}: tensor {shown(name)} is"
             if found.shape != shape:
-                raise ModelFormatError(
-                    f"{self._folder / shard}: tensor {shown(name)} is {list(found.shape)}, expected {list(shape)}"
-                )
+                raise ModelFormatError(f"{what} {list(found.shape)}, expected {list(shape)}")
             if found.dtype not in ("F32", "F16", "BF16"):
-                raise UnsupportedModelError(
-                    f"{self._folder / shard}: tensor {shown(name)} is {found.dtype}, expected F32, F16 or BF16"
-                )
+                raise UnsupportedModelError(f"{what} {found.dtype}, expected F32, F16 or BF16")
         for name, shard in self._shard_of.items():
             # A tied head may be stored again; anything else would take part in a computation we don't do.
             known = name in self._shapes or name == "lm_head.weight" or IGNORED_TENSORS.fullmatch(name)
@@ -210,9 +211,7 @@ def _checked_weight_map(index: dict[str, Any], path: Path) -> dict[str, str]:
         )
     for tensor, name in weight_map.items():
         # A name with a separator, or "..", could lead out of the folder.
-        if not isinstance(name, str) or not re.fullmatch(
-            r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]*\.safetensors", name
-        ):
+        if not isinstance(name, str) or not PLAIN_NAME.fullmatch(name):
             raise ModelFormatError(
                 f"{path}: weight_map gives {shown(name)} for {shown(tensor)}, expected the plain name of a "
                 ".safetensors file"

@@ -1,6 +1,7 @@
 """Opening what the user named: a Hugging Face folder, a GGUF file, or an alias of an installed model."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 from ..errors import MissingDependencyError, ModelFormatError
@@ -23,16 +24,12 @@ def open_source(src: str | Path) -> ModelSource:
     if isinstance(src, str) and src in ALIASES:
         return _open_gguf(_packaged_gguf(src, ALIASES[src]), src)
     path = Path(src)
-    try:
-        found = path.exists()
-    except (OSError, ValueError):  # a name too long, or with a NUL in it
-        found = False
-    if not found:
+    if not os.path.exists(path):  # false also for a name too long or with a NUL in it; Path.exists raises
         aliases = ", ".join(ALIASES)
         raise ModelFormatError(f"{str(src)!r}: no such file or folder, nor an alias ({aliases})")
     # The manifest travels with the model; this machine's folders are not its business.
     origin = path.resolve().name if path.is_absolute() else str(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         return HfFolder(path, origin)
     regular_file_size(path, str(path))
     try:

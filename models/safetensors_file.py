@@ -9,7 +9,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from ..errors import ModelFormatError, UnsupportedModelError
 from .config_reader import parse_json_object, regular_file_size, shown
 
-# A tensor takes about 120 bytes of header: room for a hundred thousand.
-MAX_HEADER_BYTES = 16 << 20
+# A tensor takes about 120 bytes of header, so this has room for 60,000; parsing it takes up to some twenty
+# times as much memory.
+MAX_HEADER_BYTES = 8 << 20
 MAX_DIMENSIONS = 8
 READ_BYTES = 1 << 30  # Linux reads at most 2 GiB at once
 
@@ -107,7 +108,7 @@ class SafetensorsFile:
         info = self._info(name)
         if info.dtype not in NUMPY_TYPES:
             raise UnsupportedModelError(
-                f"{self.where}: tensor {shown(name)} is {info.dtype}, which is not read"
+                f"{self.where}: tensor {shown(name)} is {info.dtype}, which numpy cannot hold"
             )
         array = np.empty(info.shape, NUMPY_TYPES[info.dtype])
         self._read_into(memoryview(array.reshape(-1).view(np.uint8)), info.offset)
@@ -151,18 +152,18 @@ class SafetensorsFile:
     def _read_header(self, file_size: int) -> dict[str, TensorInfo]:
         if file_size < 8:
             raise ModelFormatError(
-                f"{self.where}: {file_size} bytes, too short for a safetensors file: truncated"
+                f"{self.where}: truncated: {file_size} bytes, too short for a safetensors file"
             )
         prefix = bytearray(8)
         self._read_into(memoryview(prefix), 0)
         length = int.from_bytes(prefix, "little")
         if length > MAX_HEADER_BYTES:
             raise ModelFormatError(
-                f"{self.where}: the header says it is {length} bytes long, expected at most {MAX_HEADER_BYTES}"
+                f"{self.where}: a header of {length} bytes, expected at most {MAX_HEADER_BYTES}"
             )
         if length > file_size - 8:
             raise ModelFormatError(
-                f"{self.where}: the header says it is {length} bytes long, but {file_size - 8} follow: truncated"
+                f"{self.where}: truncated: a header of {length} bytes, but only {file_size - 8} follow"
             )
         header = bytearray(length)
         self._read_into(memoryview(header), 8)
@@ -201,13 +202,13 @@ class SafetensorsFile:
             raise wrong("data_offsets", offsets, f"{shown(size)} bytes for {dtype} {shown(shape)}")
         if start + offsets[1] > file_size:
             raise ModelFormatError(
-                f"{self.where}: tensor {shown(name)} ends at byte {shown(start + offsets[1])} of a file of "
-                f"{file_size}: truncated"
+                f"{self.where}: truncated: tensor {shown(name)} ends at byte {start + offsets[1]}, "
+                f"the file at {file_size}"
             )
         return TensorInfo(dtype, tuple(shape), start + offsets[0], size)
 
 
-def _is_size_list(value: object) -> bool:
+def _is_size_list(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(
         # Bounded, so that no product of them is a number of thousands of digits.
         isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**63
