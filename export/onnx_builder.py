@@ -1,0 +1,102 @@
+"""A thin layer over onnx-ir for writing graphs and function bodies one operator at a time."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, overload
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+OPSET = 23  # the first with Attention, RMSNormalization and RotaryEmbedding
+MICROSOFT = "com.microsoft"
+NYBBLE = "ai.nybble"
+OPSET_IMPORTS = {"": OPSET, MICROSOFT: 1, NYBBLE: 1}
+IR_VERSION = 10
+
+
+class TensorStore(Protocol):
+    """Where a graph's weights go. They are handed over one at a time and not kept by the graph's builder."""
+
+    def add(self, name: str, parts: Sequence[NDArray[Any]]) -> ir.TensorProtocol:
+        """Takes one tensor, given as parts stacked along axis 0, and returns what the graph refers to."""
+        ...
+
+
+class MemoryStore:
+    """Keeps every tensor inside the model: for small graphs and tests."""
+
+    def add(self, name: str, parts: Sequence[NDArray[Any]]) -> ir.TensorProtocol:
+        return ir.tensor(join_parts(parts), name=name)
+
+
+def join_parts(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """The parts as one array; no copy when there is one."""
+    return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
+
+
+class Builder:
+    """Collects the nodes of one graph or function body in the order they are written."""
+
+    def __init__(self) -> None:
+        self.nodes: list[ir.Node] = []
+        self.initializers: dict[str, ir.Value] = {}
+        self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
+
+    @overload
+    def op(
+        self, op_type: str, *inputs: ir.Value | None, domain: str = ..., **attributes: Any
+    ) -> ir.Value: ...
+    @overload
+    def op(
+        self, op_type: str, *inputs: ir.Value | None, outputs: int, domain: str = ..., **attributes: Any
+    ) -> tuple[ir.Value, ...]: ...
+    def op(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        outputs: int | None = None,
+        domain: str = "",
+        **attributes: Any,
+    ) -> ir.Value | tuple[ir.Value, ...]:
+        """Appends a node. Returns its output, or all of them when `outputs` says how many. An attribute may
+        be an `ir.Attr` reference to one of the function's own."""
+        node = ir.Node(
+            domain,
+            op_type,
+            inputs,
+            [
+                a if isinstance(a, ir.Attr) else ir.convenience.convert_attribute(n, a)
+                for n, a in attributes.items()
+            ],
+            num_outputs=outputs or 1,
+        )
+        self.nodes.append(node)
+        return node.outputs[0] if outputs is None else tuple(node.outputs)
+
+    def constant(self, value: Any, dtype: Any = np.int64) -> ir.Value:
+        """A small constant; equal ones are shared."""
+        array = np.asarray(value, dtype=dtype)
+        key = (array.dtype.str, array.shape, array.tobytes())
+        if key not in self._constants:
+            self._constants[key] = self.op("Constant", value=ir.tensor(array))
+        return self._constants[key]
+
+    def attribute(self, name: str, reference: str) -> ir.Value:
+        """The value of a function's own attribute, as a scalar: `name` is value_int or value_float."""
+        kind = ir.AttributeType.INT if name == "value_int" else ir.AttributeType.FLOAT
+        return self.op("Constant", **{name: ir.RefAttr(name, reference, kind)})
+
+    def initializer(self, tensor: ir.TensorProtocol) -> ir.Value:
+        """A weight; asked for twice, it is shared."""
+        name = tensor.name
+        assert name is not None
+        if name not in self.initializers:
+            self.initializers[name] = ir.Value(
+                name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
+            )
+        return self.initializers[name]
+
+
+def graph_input(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+    """An input with symbolic dimensions where `shape` has strings."""
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))

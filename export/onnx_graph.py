@@ -1,0 +1,209 @@
+"""The one builder of the decoder's graph, from a `ModelSpec` and logical tensors, without tracing.
+
+Inputs are the executor contract's arrays (`runtime/batch.py`) and, for every layer i, `key_cache.i` and
+`value_cache.i` [num_blocks, page_size, kv_heads, head_dim]; outputs are `logits` [R, vocab] float32 and
+`key_cache_out.i`, `value_cache_out.i`, to be bound to the same memory as the inputs. T, B, R, num_blocks,
+page_size and max_blocks are dynamic; T and B at least 1.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from ..models.spec import Activation, ModelSpec
+from ..quant.packing import QuantizedTensor
+from .onnx_attention import NAME as PAGED_ATTENTION
+from .onnx_attention import PackedLayout, paged_attention_function
+from .onnx_builder import IR_VERSION, NYBBLE, OPSET_IMPORTS, Builder, MemoryStore, TensorStore, graph_input
+from .onnx_linear import Embedding, LinearWriter, store_embedding, write_embedding, write_head
+from .weights import LogicalWeights
+
+FORMAT_VERSION = 1
+
+
+def build_decoder(
+    weights: LogicalWeights, *, accuracy_level: int = 4, store: TensorStore | None = None
+) -> ir.Model:
+    """The decoder as an ONNX model. Tensors are asked for one layer at a time, in the order data meets them, and
+    handed to `store` (default: kept in the model).
+
+    `accuracy_level` 4 rounds activations to int8 per block inside MatMulNBits; 0 keeps them in float32.
+    """
+    decoder = _Decoder(weights, store or MemoryStore(), accuracy_level)
+    return decoder.build()
+
+
+@dataclass
+class _Decoder:
+    weights: LogicalWeights
+    store: TensorStore
+    accuracy_level: int
+
+    def __post_init__(self) -> None:
+        self.spec: ModelSpec = self.weights.spec
+        self.b = Builder()
+        self.writer = LinearWriter(self.b, self.store, self.accuracy_level)
+
+    def build(self) -> ir.Model:
+        spec, b = self.spec, self.b
+        int32 = ir.DataType.INT32
+        token_ids = graph_input("token_ids", int32, ["T"])
+        self.cu_seqlens = graph_input("cu_seqlens", int32, ["B + 1"])
+        self.past_lens = graph_input("past_lens", int32, ["B"])
+        block_table = graph_input("block_table", int32, [len(spec.window_groups), "B", "max_blocks"])
+        slot_mapping = graph_input("slot_mapping", int32, [len(spec.window_groups), "T"])
+        logit_rows = graph_input("logit_rows", int32, ["R"])
+        inputs = [token_ids, self.cu_seqlens, self.past_lens, block_table, slot_mapping, logit_rows]
+
+        groups = range(len(spec.window_groups))
+        self.block_tables = [b.op("Gather", block_table, b.constant(g), axis=0) for g in groups]
+        self.slot_mappings = [b.op("Gather", slot_mapping, b.constant(g), axis=0) for g in groups]
+        self.cos, self.sin = self._rotations(token_ids)
+
+        hidden, embedding = self._embed(token_ids)
+        caches: list[ir.Value] = []
+        outputs: list[ir.Value] = []
+        for layer in range(spec.num_layers):
+            shape = ["num_blocks", "page_size", spec.num_kv_heads, spec.head_dim]
+            cache = [
+                graph_input(f"{kind}_cache.{layer}", ir.DataType.FLOAT, shape) for kind in ("key", "value")
+            ]
+            hidden, written = self._layer(layer, hidden, cache)
+            for kind, value in zip(("key", "value"), written, strict=True):
+                value.name = f"{kind}_cache_out.{layer}"
+                value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
+            caches += cache
+            outputs += written
+        logits = self._logits(hidden, logit_rows, embedding)
+        logits.name = "logits"
+        logits.type, logits.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(["R", spec.vocab_size])
+
+        graph = ir.Graph(
+            inputs + caches,
+            [logits, *outputs],
+            nodes=b.nodes,
+            initializers=list(b.initializers.values()),
+            opset_imports=OPSET_IMPORTS,
+            name="decoder",
+        )
+        return ir.Model(
+            graph,
+            ir_version=IR_VERSION,
+            producer_name="nybble",
+            functions=[paged_attention_function()],
+            metadata_props=self._metadata(),
+        )
+
+    def _metadata(self) -> dict[str, str]:
+        return {
+            "nybble.format": str(FORMAT_VERSION),
+            "nybble.spec": json.dumps(asdict(self.spec)),
+            "nybble.tensors": json.dumps({name: asdict(t) for name, t in self.writer.layout.items()}),
+        }
+
+    def _rotations(self, token_ids: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """cos and sin of every token's position, [1, T, rotary_dim / 2]: once a step, for all layers."""
+        b, rope = self.b, self.spec.rope
+        layout = PackedLayout(b, token_ids, self.cu_seqlens, self.past_lens)
+        positions = b.op("Cast", layout.positions(), to=ir.DataType.FLOAT.value)
+        angles = b.op(
+            "Mul",
+            b.op("Unsqueeze", positions, b.constant([0, 2])),
+            b.constant(rope.inv_freq(), np.float32),
+        )
+        tables = [b.op("Cos", angles), b.op("Sin", angles)]
+        if rope.attention_factor != 1.0:
+            factor = b.constant(rope.attention_factor, np.float32)
+            tables = [b.op("Mul", table, factor) for table in tables]
+        return tables[0], tables[1]
+
+    def _embed(self, token_ids: ir.Value) -> tuple[ir.Value, Embedding]:
+        spec, b = self.spec, self.b
+        tensor = self.weights.tensor(spec.embedding_name)
+        hidden, embedding = write_embedding(
+            self.writer, spec.embedding_name, tensor, token_ids, spec.hidden_size
+        )
+        if spec.embedding_scale != 1.0:
+            hidden = b.op("Mul", hidden, b.constant(spec.embedding_scale, np.float32))
+        return hidden, embedding
+
+    def _norm(self, x: ir.Value, name: str) -> ir.Value:
+        weight = self.weights.tensor(name)
+        assert not isinstance(weight, QuantizedTensor)
+        return self.b.op("RMSNormalization", x, self.writer.put(name, weight), epsilon=self.spec.norm_eps)
+
+    def _layer(self, layer: int, hidden: ir.Value, caches: list[ir.Value]) -> tuple[ir.Value, list[ir.Value]]:
+        spec, b, prefix = self.spec, self.b, self.spec.layer_prefix(layer)
+        *qkv, output, gate, up, down = spec.linears(layer)
+        x = self._norm(hidden, prefix + "input_layernorm.weight")
+        q, k, v = self.writer.linears(x, qkv, self.weights, prefix + "self_attn.qkv_proj")
+        q = self._rotate(q, prefix + "self_attn.q_norm.weight", spec.num_heads)
+        k = self._rotate(k, prefix + "self_attn.k_norm.weight", spec.num_kv_heads)
+        window = spec.sliding_windows[layer] if spec.sliding_windows else None
+        group = spec.window_groups.index(window) if spec.sliding_windows else 0
+        attended, *written = b.op(
+            PAGED_ATTENTION,
+            q,
+            k,
+            v,
+            *caches,
+            self.cu_seqlens,
+            self.past_lens,
+            self.block_tables[group],
+            self.slot_mappings[group],
+            domain=NYBBLE,
+            outputs=3,
+            num_heads=spec.num_heads,
+            kv_num_heads=spec.num_kv_heads,
+            scale=spec.softmax_scale,
+            softcap=spec.attention_softcap or 0.0,
+            window=window or 0,
+        )
+        (attended,) = self.writer.linears(attended, [output], self.weights, output.name)
+        hidden = b.op("Add", hidden, attended)
+
+        x = self._norm(hidden, prefix + "post_attention_layernorm.weight")
+        gate_y, up_y = self.writer.linears(x, [gate, up], self.weights, prefix + "mlp.gate_up_proj")
+        (y,) = self.writer.linears(
+            b.op("Mul", activate(b, gate_y, spec.activation), up_y), [down], self.weights, down.name
+        )
+        return b.op("Add", hidden, y), written
+
+    def _rotate(self, x: ir.Value, norm: str, heads: int) -> ir.Value:
+        """q or k [T, heads * head_dim]: normalized per head where the model does, and rotated."""
+        spec, b = self.spec, self.b
+        if spec.qk_norm:
+            x = self._norm(b.op("Reshape", x, b.constant([-1, heads, spec.head_dim])), norm)
+        x = b.op("Reshape", x, b.constant([1, -1, heads * spec.head_dim]))
+        x = b.op(
+            "RotaryEmbedding",
+            x,
+            self.cos,
+            self.sin,
+            num_heads=heads,
+            rotary_embedding_dim=0 if spec.rope.rotary_dim == spec.head_dim else spec.rope.rotary_dim,
+        )
+        return b.op("Squeeze", x, b.constant([0]))
+
+    def _logits(self, hidden: ir.Value, logit_rows: ir.Value, embedding: Embedding) -> ir.Value:
+        """Only the wanted rows reach the final norm and the head."""
+        spec, b = self.spec, self.b
+        x = self._norm(b.op("Gather", hidden, logit_rows, axis=0), spec.final_norm_name)
+        if not spec.tied_embeddings:
+            embedding = store_embedding(self.writer, spec.head_name, self.weights.tensor(spec.head_name))
+        logits = write_head(self.writer, x, embedding, spec.vocab_size)
+        if spec.logit_softcap is not None:
+            cap = b.constant(spec.logit_softcap, np.float32)
+            logits = b.op("Mul", b.op("Tanh", b.op("Div", logits, cap)), cap)
+        return logits
+
+
+def activate(b: Builder, x: ir.Value, activation: Activation) -> ir.Value:
+    """The MLP's activation, elementwise."""
+    if activation == "silu":
+        return b.op("Mul", x, b.op("Sigmoid", x))
+    if activation == "relu":
+        return b.op("Relu", x)
+    return b.op("Gelu", x, approximate="tanh" if activation == "gelu_tanh" else "none")
