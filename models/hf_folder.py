@@ -162,7 +162,7 @@ class HfFolder:
                     "save the model as safetensors"
                 )
             raise ModelFormatError(f"{self._folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
-        shard_of = _checked_weight_map(
+        shard_of = checked_weight_map(
             read_json_object(index_path, str(index_path), MAX_INDEX_BYTES), index_path
         )
         for name in sorted(set(shard_of.values())):
@@ -203,7 +203,9 @@ class HfFolder:
                 )
 
 
-def _checked_weight_map(index: dict[str, Any], path: Path) -> dict[str, str]:
+def checked_weight_map(index: dict[str, Any], path: Path) -> dict[str, str]:
+    """The map from tensor name to plain file name in a parsed index of shards; `path` names it in messages.
+    Raises `ModelFormatError`."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFormatError(
