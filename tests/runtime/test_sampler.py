@@ -111,8 +111,8 @@ def test_random_numbers_are_keyed_by_seed_index_and_position() -> None:
 
 
 def test_the_random_number_is_philox_4x64() -> None:
-    # The first number of Random123's known answer for philox4x64 of ten rounds, counter and key 0. numpy steps
-    # the counter before the first block, so its counter -1 gives that one.
+    # The first number of Random123's known answer for philox4x64 of ten rounds, counter and key 0. numpy
+    # steps the counter before the first block, so its counter -1 gives that one.
     raw = int(np.random.Philox(key=0, counter=2**256 - 1).random_raw())
     assert raw == 0x16554D9ECA36314C
     bits = int(np.random.Philox(key=5, counter=(7 << 192) | (3 << 128)).random_raw())
