@@ -1,0 +1,102 @@
+"""`nybble devices`: what the probe found, and what a profile says, as rows for people and data for programs."""
+
+from dataclasses import asdict
+from typing import Any
+
+from .cpu import CpuCache
+from .probe import Machine
+from .profile import DeviceProfile
+from .sizes import format_bytes
+
+_UNKNOWN = "can't be read here"
+
+
+def describe(machine: Machine) -> list[tuple[str, str]]:
+    """Rows of label and value, in the order to show them."""
+    rows = [
+        ("System", f"{machine.system} {machine.architecture}"),
+        ("CPU", machine.cpu_brand or _UNKNOWN),
+        ("Cores", _cores(machine)),
+        (
+            "Instruction sets",
+            _UNKNOWN if machine.isa is None else ", ".join(machine.isa) or "none that kernels use",
+        ),
+        ("Caches", _UNKNOWN if not machine.caches else ", ".join(map(_cache, machine.caches))),
+        ("Memory", _memory(machine)),
+        ("C++ kernels", "installed" if machine.kernels else "not installed: models run on ONNX Runtime"),
+        ("ONNX Runtime", machine.onnxruntime or "not installed"),
+    ]
+    if machine.providers is not None:
+        rows.append(("Execution providers", ", ".join(machine.providers)))
+    rows += [("Note", note) for note in machine.notes]
+    return rows
+
+
+def describe_profile(profile: DeviceProfile) -> list[tuple[str, str]]:
+    """Rows of label and value for one profile."""
+    memory = "unknown" if profile.memory_bytes is None else format_bytes(profile.memory_bytes)
+    budget = "no limit" if profile.memory_budget is None else format_bytes(profile.memory_budget)
+    rate = "not measured" if profile.bandwidth is None else f"{profile.bandwidth / 1e9:.1f} GB/s"
+    return [
+        ("Profile", profile.name),
+        ("Description", profile.description),
+        ("Memory", f"{memory} ({profile.memory_kind})"),
+        ("Memory budget", budget),
+        ("Threads", str(profile.threads)),
+        ("Bandwidth", rate),
+        ("Execution providers", ", ".join(p.name for p in profile.providers)),
+        ("Page size", f"{profile.page_size} tokens"),
+        ("KV cache", profile.kv_dtype),
+        ("Token budget", f"{profile.token_budget} tokens a step"),
+        ("Context", f"{profile.context} tokens"),
+    ]
+
+
+def machine_json(machine: Machine) -> dict[str, Any]:
+    """`machine` as JSON's types, by its field names; sizes in bytes."""
+    return _plain(asdict(machine))
+
+
+def profile_json(profile: DeviceProfile) -> dict[str, Any]:
+    """`profile` as JSON's types, by its field names; sizes in bytes, rates in bytes per second."""
+    data = {key: value for key, value in vars(profile).items() if key != "providers"}
+    return data | {"providers": [{"name": p.name, "options": dict(p.options)} for p in profile.providers]}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value
+
+
+def _cores(machine: Machine) -> str:
+    text = f"{machine.usable_cores} usable"
+    details = []
+    if machine.logical_cores is not None:
+        details.append(f"{machine.logical_cores} logical")
+    if machine.physical_cores is not None:
+        details.append(f"{machine.physical_cores} physical")
+    if machine.cpu_quota is not None:
+        details.append(f"a quota of {machine.cpu_quota:g}")
+    return f"{text} ({', '.join(details)})" if details else text
+
+
+def _cache(cache: CpuCache) -> str:
+    letter = {"data": "d", "instruction": "i"}.get(cache.type, "")
+    shared = f" shared by {cache.shared_by}" if cache.shared_by > 1 else ""
+    size = f"{cache.bytes // 1024} KiB" if cache.bytes < 2**20 else f"{cache.bytes / 2**20:g} MiB"
+    return f"L{cache.level}{letter} {size}{shared}"
+
+
+def _memory(machine: Machine) -> str:
+    if machine.usable_memory is None:
+        return _UNKNOWN
+    text = f"{format_bytes(machine.usable_memory)} usable now"
+    details = []
+    if machine.memory_total is not None:
+        details.append(f"{format_bytes(machine.memory_total)} in all")
+    if machine.memory_limit is not None:
+        details.append(f"a limit of {format_bytes(machine.memory_limit)}")
+    return f"{text} ({', '.join(details)})" if details else text
