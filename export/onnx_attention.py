@@ -4,7 +4,7 @@ ONNX Runtime's own `com.microsoft.PagedAttention` exists for CUDA only, in 16 bi
 ONNX Runtime does, on the same inputs and the same cache layout.
 
     PagedAttention(query, key, value, key_cache, value_cache, cu_seqlens, past_lens, block_table,
-                   slot_mapping) -> (output, key_cache_out, value_cache_out)
+                   slot_mapping, page_size) -> (output, key_cache_out, value_cache_out)
 
 | input | shape, dtype |
 |---|---|
@@ -15,16 +15,22 @@ ONNX Runtime does, on the same inputs and the same cache layout.
 | `past_lens` | [B] int32, tokens of each sequence already in the cache |
 | `block_table` | [B, max_blocks] int32, pages of each sequence, -1 unmapped |
 | `slot_mapping` | [T] int32, page * page_size + offset for each new token, -1 to skip the write |
+| `page_size` | [1] int64, the caches' second dimension |
 
 `output` is [T, num_heads * head_dim] in the query's dtype; the caches are the inputs with the new rows.
 
-Attributes: `num_heads` and `kv_num_heads` (int), `scale` (float, multiplies the scores), `softcap` (float, 0 is
-none: scores become cap * tanh(scores / cap)), `window` (int, tokens a token sees, itself included; 0 is all).
+Attributes: `num_heads`, `kv_num_heads` and `head_dim` (int), `scale` (float, multiplies the scores), `softcap`
+(float, 0 is none: scores become cap * tanh(scores / cap)), `window` (int, how many tokens a token sees, itself
+included; 0 is all).
 
 A token sees the positions up to its own that its window covers and its block table maps; one that sees none
 gets zeros. Keys and values are always read back from the cache, so a 16-bit cache rounds those of the same
 chunk too. T and B are at least 1. Cost grows with the width of `block_table` and with B times the longest
 chunk: trim the one and keep chunks of unlike lengths apart.
+
+ONNX Runtime inlines the body and merges equal subexpressions, so what depends only on the batch (mask, indices)
+is computed once a step. That is why `page_size` is an input and sizes are attributes: read from a layer's own
+tensors they would keep the layers' index arithmetic apart, twice as many operators.
 """
 
 import numpy as np
@@ -33,49 +39,49 @@ import onnx_ir as ir
 from .onnx_builder import NYBBLE, OPSET, Builder
 
 NAME = "PagedAttention"
+INPUTS = (
+    "query",
+    "key",
+    "value",
+    "key_cache",
+    "value_cache",
+    "cu_seqlens",
+    "past_lens",
+    "block_table",
+    "slot_mapping",
+    "page_size",
+)
 
 
 def paged_attention_function() -> ir.Function:
     """The function described above, opset 23."""
-    inputs = [
-        ir.Value(name=n)
-        for n in (
-            "query",
-            "key",
-            "value",
-            "key_cache",
-            "value_cache",
-            "cu_seqlens",
-            "past_lens",
-            "block_table",
-            "slot_mapping",
-        )
-    ]
-    query, key, value, key_cache, value_cache, cu_seqlens, past_lens, block_table, slot_mapping = inputs
+    inputs = [ir.Value(name=name) for name in INPUTS]
+    query, key, value, key_cache, value_cache, cu_seqlens, past_lens, block_table, slots, page_size = inputs
     b = Builder()
-    page_size = b.op("Shape", key_cache, start=1, end=2)
+    heads, kv_heads, head_dim = (_size(b, name) for name in ("num_heads", "kv_num_heads", "head_dim"))
 
-    rows, slots = _kept_slots(b, slot_mapping, page_size)
-    row_shape = b.op("Concat", b.constant([-1]), b.op("Shape", key_cache, start=2, end=4), axis=0)
-    keys_out = _write(b, key_cache, key, rows, slots, row_shape)
-    values_out = _write(b, value_cache, value, rows, slots, row_shape)
+    rows, targets = _kept_slots(b, slots, page_size)
+    row_shape = b.op("Concat", b.constant([-1]), kv_heads, head_dim, axis=0)
+    keys_out = _write(b, key_cache, key, rows, targets, row_shape)
+    values_out = _write(b, value_cache, value, rows, targets, row_shape)
 
-    layout = PackedLayout(b, query, cu_seqlens, past_lens)
+    layout = PackedLayout(b, slots, cu_seqlens, past_lens)
     pad, unpad = layout.pad_and_unpad()
-    mask = _mask(b, layout.padded_positions(), block_table, page_size)
+    pages = b.op("Max", block_table, b.constant(0, np.int32))
+    cached_shape = b.op("Concat", b.constant([0, -1]), b.op("Mul", kv_heads, head_dim), axis=0)
     attended = b.op(
         "Attention",
         b.op("Gather", query, pad, axis=0),
-        _read(b, keys_out, block_table, key, query),
-        _read(b, values_out, block_table, value, query),
-        mask,
-        q_num_heads=_ref_int("q_num_heads", "num_heads"),
-        kv_num_heads=_ref_int("kv_num_heads", "kv_num_heads"),
-        scale=ir.RefAttr("scale", "scale", ir.AttributeType.FLOAT),
-        softcap=ir.RefAttr("softcap", "softcap", ir.AttributeType.FLOAT),
+        _read(b, keys_out, pages, cached_shape, query),
+        _read(b, values_out, pages, cached_shape, query),
+        _mask(b, layout.padded_positions(), block_table, page_size),
+        q_num_heads=_reference("q_num_heads", "num_heads", ir.AttributeType.INT),
+        kv_num_heads=_reference("kv_num_heads", "kv_num_heads", ir.AttributeType.INT),
+        scale=_reference("scale", "scale", ir.AttributeType.FLOAT),
+        softcap=_reference("softcap", "softcap", ir.AttributeType.FLOAT),
     )
-    width = b.op("Concat", b.constant([-1]), b.op("Shape", query, start=1, end=2), axis=0)
-    output = b.op("Gather", b.op("Reshape", attended, width), unpad, axis=0)
+    flat_shape = b.op("Concat", b.constant([-1]), b.op("Mul", heads, head_dim), axis=0)
+    output = b.op("Gather", b.op("Reshape", attended, flat_shape), unpad, axis=0)
 
     for tensor, name in ((output, "output"), (keys_out, "key_cache_out"), (values_out, "value_cache_out")):
         tensor.name = name
@@ -86,6 +92,7 @@ def paged_attention_function() -> ir.Function:
         attributes=[
             ir.AttrInt64("num_heads", 1),
             ir.AttrInt64("kv_num_heads", 1),
+            ir.AttrInt64("head_dim", 1),
             ir.AttrFloat32("scale", 1.0),
             ir.AttrFloat32("softcap", 0.0),
             ir.AttrInt64("window", 0),
@@ -136,8 +143,14 @@ class PackedLayout:
         return pad, unpad
 
 
-def _ref_int(name: str, reference: str) -> ir.Attr:
-    return ir.RefAttr(name, reference, ir.AttributeType.INT)
+def _reference(name: str, attribute: str, kind: ir.AttributeType) -> ir.Attr:
+    return ir.RefAttr(name, attribute, kind)
+
+
+def _size(b: Builder, attribute: str) -> ir.Value:
+    """An int attribute of the function, [1] int64."""
+    value = b.op("Constant", value_int=_reference("value_int", attribute, ir.AttributeType.INT))
+    return b.op("Unsqueeze", value, b.constant([0]))
 
 
 def _kept_slots(b: Builder, slot_mapping: ir.Value, page_size: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -156,13 +169,9 @@ def _write(
     return b.op("ScatterND", cache, slots, b.op("CastLike", kept, cache))
 
 
-def _read(b: Builder, cache: ir.Value, block_table: ir.Value, like: ir.Value, dtype: ir.Value) -> ir.Value:
-    """[B, max_blocks * page_size, kv_num_heads * head_dim] of the sequences' pages, page 0 for unmapped ones."""
-    mapped = b.op("Max", block_table, b.constant(0, np.int32))
-    pages = b.op("Gather", cache, mapped, axis=0)
-    batch = b.op("Shape", block_table, start=0, end=1)
-    shape = b.op("Concat", batch, b.constant([-1]), b.op("Shape", like, start=1, end=2), axis=0)
-    return b.op("CastLike", b.op("Reshape", pages, shape), dtype)
+def _read(b: Builder, cache: ir.Value, pages: ir.Value, shape: ir.Value, like: ir.Value) -> ir.Value:
+    """[B, max_blocks * page_size, kv_num_heads * head_dim] of the sequences' pages, in `like`'s dtype."""
+    return b.op("CastLike", b.op("Reshape", b.op("Gather", cache, pages, axis=0), shape), like)
 
 
 def _mask(b: Builder, positions: ir.Value, block_table: ir.Value, page_size: ir.Value) -> ir.Value:
@@ -173,7 +182,7 @@ def _mask(b: Builder, positions: ir.Value, block_table: ir.Value, page_size: ir.
     query_positions = b.op("Unsqueeze", positions, b.constant([1, 3]))  # [B, 1, L, 1]
     causal = b.op("LessOrEqual", key_positions, query_positions)
 
-    window = b.attribute("value_int", "window")
+    window = b.op("Constant", value_int=_reference("value_int", "window", ir.AttributeType.INT))
     unlimited = b.constant(np.iinfo(np.int32).max)
     reach = b.op("Where", b.op("Greater", window, b.constant(0)), window, unlimited)
     near = b.op("Greater", key_positions, b.op("Sub", query_positions, reach))

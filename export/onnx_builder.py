@@ -81,11 +81,6 @@ class Builder:
             self._constants[key] = self.op("Constant", value=ir.tensor(array))
         return self._constants[key]
 
-    def attribute(self, name: str, reference: str) -> ir.Value:
-        """The value of a function's own attribute, as a scalar: `name` is value_int or value_float."""
-        kind = ir.AttributeType.INT if name == "value_int" else ir.AttributeType.FLOAT
-        return self.op("Constant", **{name: ir.RefAttr(name, reference, kind)})
-
     def initializer(self, tensor: ir.TensorProtocol) -> ir.Value:
         """A weight; asked for twice, it is shared."""
         name = tensor.name

@@ -26,8 +26,8 @@ FORMAT_VERSION = 1
 def build_decoder(
     weights: LogicalWeights, *, accuracy_level: int = 4, store: TensorStore | None = None
 ) -> ir.Model:
-    """The decoder as an ONNX model. Tensors are asked for one layer at a time, in the order data meets them, and
-    handed to `store` (default: kept in the model).
+    """The decoder as an ONNX model. Tensors are asked for one layer at a time, in the order data
+    meets them, and handed to `store` (default: kept in the model).
 
     `accuracy_level` 4 rounds activations to int8 per block inside MatMulNBits; 0 keeps them in float32.
     """
@@ -52,29 +52,30 @@ class _Decoder:
         token_ids = graph_input("token_ids", int32, ["T"])
         self.cu_seqlens = graph_input("cu_seqlens", int32, ["B + 1"])
         self.past_lens = graph_input("past_lens", int32, ["B"])
-        block_table = graph_input("block_table", int32, [len(spec.window_groups), "B", "max_blocks"])
-        slot_mapping = graph_input("slot_mapping", int32, [len(spec.window_groups), "T"])
+        block_table = graph_input("block_table", int32, [len(window_groups(spec)), "B", "max_blocks"])
+        slot_mapping = graph_input("slot_mapping", int32, [len(window_groups(spec)), "T"])
         logit_rows = graph_input("logit_rows", int32, ["R"])
         inputs = [token_ids, self.cu_seqlens, self.past_lens, block_table, slot_mapping, logit_rows]
 
-        groups = range(len(spec.window_groups))
+        groups = range(len(window_groups(spec)))
         self.block_tables = [b.op("Gather", block_table, b.constant(g), axis=0) for g in groups]
         self.slot_mappings = [b.op("Gather", slot_mapping, b.constant(g), axis=0) for g in groups]
         self.cos, self.sin = self._rotations(token_ids)
 
+        shape = ["num_blocks", "page_size", spec.num_kv_heads, spec.head_dim]
+        caches = [
+            graph_input(f"{kind}_cache.{layer}", ir.DataType.FLOAT, shape)
+            for layer in range(spec.num_layers)
+            for kind in ("key", "value")
+        ]
+        self.page_size = b.op("Shape", caches[0], start=1, end=2)
         hidden, embedding = self._embed(token_ids)
-        caches: list[ir.Value] = []
         outputs: list[ir.Value] = []
         for layer in range(spec.num_layers):
-            shape = ["num_blocks", "page_size", spec.num_kv_heads, spec.head_dim]
-            cache = [
-                graph_input(f"{kind}_cache.{layer}", ir.DataType.FLOAT, shape) for kind in ("key", "value")
-            ]
-            hidden, written = self._layer(layer, hidden, cache)
+            hidden, written = self._layer(layer, hidden, caches[2 * layer : 2 * layer + 2])
             for kind, value in zip(("key", "value"), written, strict=True):
                 value.name = f"{kind}_cache_out.{layer}"
                 value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
-            caches += cache
             outputs += written
         logits = self._logits(hidden, logit_rows, embedding)
         logits.name = "logits"
@@ -142,7 +143,7 @@ class _Decoder:
         q = self._rotate(q, prefix + "self_attn.q_norm.weight", spec.num_heads)
         k = self._rotate(k, prefix + "self_attn.k_norm.weight", spec.num_kv_heads)
         window = spec.sliding_windows[layer] if spec.sliding_windows else None
-        group = spec.window_groups.index(window) if spec.sliding_windows else 0
+        group = window_groups(spec).index(window)
         attended, *written = b.op(
             PAGED_ATTENTION,
             q,
@@ -153,10 +154,12 @@ class _Decoder:
             self.past_lens,
             self.block_tables[group],
             self.slot_mappings[group],
+            self.page_size,
             domain=NYBBLE,
             outputs=3,
             num_heads=spec.num_heads,
             kv_num_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
             scale=spec.softmax_scale,
             softcap=spec.attention_softcap or 0.0,
             window=window or 0,
@@ -198,6 +201,11 @@ class _Decoder:
             cap = b.constant(spec.logit_softcap, np.float32)
             logits = b.op("Mul", b.op("Tanh", b.op("Div", logits, cap)), cap)
         return logits
+
+
+def window_groups(spec: ModelSpec) -> tuple[int | None, ...]:
+    """The distinct windows, of which there is at least one."""
+    return spec.window_groups or (None,)
 
 
 def activate(b: Builder, x: ir.Value, activation: Activation) -> ir.Value:

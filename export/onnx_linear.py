@@ -2,7 +2,7 @@
 
 | layer | operator | initializers |
 |---|---|---|
-| quantized linear | `com.microsoft.MatMulNBits` | `X.qweight`, `X.scales`, `X.zero_points`, `X.permutation`, `X.bias` |
+| quantized linear | `com.microsoft.MatMulNBits` | `X.qweight`, `X.scales`, `.zero_points`, `.permutation`, `.bias` |
 | float linear | `Gemm` with transB | `X.weight` [out, in], `X.bias` |
 | quantized embedding | `com.microsoft.GatherBlockQuantized` | `X.qweight` 2-D, `X.scales` |
 | float embedding | `Gather` | `X.weight` |
@@ -151,7 +151,7 @@ def write_embedding(
     writer: LinearWriter, name: str, tensor: LogicalTensor, token_ids: ir.Value, hidden_size: int
 ) -> tuple[ir.Value, Embedding]:
     """Token embeddings [T, hidden] and what a tied head needs of them."""
-    stored, b = name.removesuffix(".weight"), writer.builder
+    b = writer.builder
     embedding = store_embedding(writer, name, tensor)
     if embedding.like is None:
         return b.op("Gather", embedding.weight, token_ids, axis=0), embedding

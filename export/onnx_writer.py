@@ -21,8 +21,8 @@ ALIGNMENT = 4096
 
 
 def write_onnx(weights: LogicalWeights, folder: Path, *, accuracy_level: int = 4) -> list[Path]:
-    """Writes both files into `folder`, which is made if need be, and returns their paths. Tensors are written as
-    they are asked for: no more than one operator's are held. Neither atomic nor synced: that is the caller's.
+    """Writes both files into `folder`, which is made if need be, and returns their paths. Tensors are written
+    as they are asked for: no more than one operator's are held. Neither atomic nor synced: the caller is.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / WEIGHTS).open("wb") as file:
