@@ -1,1 +1,17 @@
 """How is a quantized model written down, and read back?"""
+
+from .artifact import Artifact, open_artifact
+from .artifact_writer import write_artifact
+from .atomic import check_output
+from .manifest import Manifest
+from .verify import verify_files, verify_integers
+
+__all__ = [
+    "Artifact",
+    "Manifest",
+    "check_output",
+    "open_artifact",
+    "verify_files",
+    "verify_integers",
+    "write_artifact",
+]

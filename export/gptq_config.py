@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ModelFormatError, UnsupportedModelError
+from ..models.config_reader import shown
 from ..quant.packing import CheckpointFormat
 from ..quant.recipe import Recipe
 
@@ -30,19 +31,19 @@ class GptqConfig:
         """Checks a `quantization_config`; `where` names its file in messages. Raises `ModelFormatError` for a
         field that is missing or of the wrong type, `UnsupportedModelError` for what Nybble does not read."""
         if not isinstance(data, dict):
-            raise ModelFormatError(f"{where}: quantization_config is {_show(data)}; expected an object")
+            raise ModelFormatError(f"{where}: quantization_config is {shown(data)}; expected an object")
 
         def field(name: str, kind: type, default: object = None) -> Any:
             value = data.get(name, default)
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-                found = _show(value) if name in data else "missing"
+                found = shown(value) if name in data else "missing"
                 raise ModelFormatError(f"{where}: {name} is {found}; expected a {kind.__name__}")
             return value
 
         def supported(name: str, value: object, *expected: object) -> None:
             if value not in expected:
                 options = " or ".join(map(str, expected))
-                raise UnsupportedModelError(f"{where}: {name} is {_show(value)}; supported is {options}")
+                raise UnsupportedModelError(f"{where}: {name} is {shown(value)}; supported is {options}")
 
         method = data.get("quant_method", data.get("method", "gptq"))
         supported("quant_method", method, "gptq")
@@ -76,9 +77,3 @@ class GptqConfig:
             "true_sequential": True,
             "meta": {"quantizer": [f"nybble:{version}"]},
         }
-
-
-def _show(value: object) -> str:
-    """A value from a file in a message: its beginning, on one line."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

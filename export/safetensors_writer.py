@@ -113,7 +113,7 @@ class ShardWriter:
             found = f"{array.dtype} {list(array.shape)}"
             raise OutputError(f"{name}: is {found}; expected {tensor.dtype} {list(tensor.shape)}")
         self._file.seek(self._start + offset)
-        self._file.write(memoryview(np.ascontiguousarray(array)).cast("B") if array.size else b"")
+        self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return tensor.nbytes
 
     def close(self) -> None:

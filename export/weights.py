@@ -5,8 +5,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import ModelFormatError
 from ..models.spec import ModelSpec
-from ..quant.packing import QuantizedTensor
+from ..quant.model import QuantizedModel
+from ..quant.packing import QuantizedTensor, quantize_head
 
 LogicalTensor = QuantizedTensor | NDArray[np.float32]
 
@@ -19,3 +21,25 @@ class LogicalWeights(Protocol):
     def spec(self) -> ModelSpec: ...
 
     def tensor(self, name: str) -> LogicalTensor: ...
+
+
+class QuantizedModelWeights:
+    """`LogicalWeights` over a quantized model in memory."""
+
+    def __init__(self, model: QuantizedModel) -> None:
+        self._model = model
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._model.spec
+
+    def tensor(self, name: str) -> LogicalTensor:
+        """One of `spec.tensors()`; the embedding and the head in the form of `quantize_head`."""
+        tensor = self._model.tensors.get(name)
+        if tensor is None:
+            raise ModelFormatError(f"{name}: is missing from the quantized model")
+        if isinstance(tensor, QuantizedTensor):
+            return tensor
+        if name in (self.spec.embedding_name, self.spec.head_name):
+            return quantize_head(tensor, name)
+        return tensor.astype(np.float32)

@@ -10,35 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nybble.models.spec import ModelSpec, RopeSpec
+from nybble.models.config import spec_from_config
 from nybble.quant.model import QuantizedModel
 from nybble.quant.packing import QuantizedTensor, pack_rows
 from nybble.quant.recipe import Recipe
-
-
-def spec_of(config: dict[str, Any]) -> ModelSpec:
-    """The spec of a llama or qwen2 config without RoPE scaling."""
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    head_dim = config.get("head_dim") or hidden // heads
-    theta = (config.get("rope_parameters") or config).get("rope_theta", 10000.0)
-    return ModelSpec(
-        model_type=config["model_type"],
-        vocab_size=config["vocab_size"],
-        hidden_size=hidden,
-        intermediate_size=config["intermediate_size"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=config["num_key_value_heads"],
-        head_dim=head_dim,
-        max_position=config["max_position_embeddings"],
-        norm_eps=config["rms_norm_eps"],
-        rope=RopeSpec(theta=theta, rotary_dim=head_dim),
-        qkv_bias=config["model_type"] == "qwen2" or bool(config.get("attention_bias")),
-        output_bias=bool(config.get("attention_bias")),
-        mlp_bias=bool(config.get("mlp_bias")),
-        tied_embeddings=bool(config.get("tie_word_embeddings")),
-        sliding_windows=(None,) * config["num_hidden_layers"],
-    )
 
 
 def rtn(weight: NDArray[np.float32], recipe: Recipe, seed: int) -> QuantizedTensor:
@@ -52,6 +27,8 @@ def rtn(weight: NDArray[np.float32], recipe: Recipe, seed: int) -> QuantizedTens
         parts = [np.sort(shuffled[i : i + size]) for i in range(0, columns, size)]
         permutation = np.concatenate(parts).astype(np.int32)
         weight = weight[:, permutation]
+        if columns <= size:  # one group: any order of the columns is the same weight
+            permutation = None
     top = (1 << recipe.bits) - 1
     group = np.arange(columns) // size
     groups = int(group[-1]) + 1
@@ -82,7 +59,7 @@ def quantize_folder(folder: Path, recipe: Recipe) -> QuantizedModel:
     from safetensors.numpy import load_file
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    spec = spec_of(config)
+    spec = spec_from_config(config, "config.json")
     weights = load_file(folder / "model.safetensors")
     linears = [x.name for layer in range(spec.num_layers) for x in spec.linears(layer)]
     tensors: dict[str, QuantizedTensor | NDArray[np.float16]] = {}

@@ -1,16 +1,21 @@
 """The GPTQ half holds what was quantized, read back by the safetensors package and by Nybble."""
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from nybble.errors import ModelFormatError, NybbleError, OutputError
+from nybble.export.artifact_writer import write_artifact
 from nybble.export.gptq import write_gptq
+from nybble.export.gptq_reader import GptqWeights
 from nybble.quant.model import QuantizedModel
-from nybble.quant.packing import QuantizedTensor
+from nybble.quant.packing import QuantizedTensor, quantize_head
 
 RECIPES = [
     {"bits": 4, "group_size": 32},
@@ -80,3 +85,96 @@ def test_shards_hold_the_same_tensors_and_the_index_finds_them(
         stem = name.rsplit(".", 1)[0]
         together = {f for n, f in index["weight_map"].items() if n.rsplit(".", 1)[0] == stem}
         assert name.endswith(".bias") or len(together) == 1, f"{stem} is split over files"
+
+
+@pytest.mark.parametrize("checkpoint_format", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_the_reader_gives_back_what_was_quantized(
+    rtn_model: Callable[..., QuantizedModel], tmp_path: Path, recipe: dict, checkpoint_format: str
+) -> None:
+    model = rtn_model("qwen2", {"tie_word_embeddings": False}, **recipe)
+    write_artifact(model, tmp_path / "out", formats=["gptq"], checkpoint_format=checkpoint_format)
+    with GptqWeights(tmp_path / "out") as weights:
+        assert weights.spec == model.spec
+        for name, expected in model.tensors.items():
+            found = weights.tensor(name)
+            if name in ("model.embed_tokens.weight", "lm_head.weight"):
+                expected = quantize_head(expected)
+            if not isinstance(expected, QuantizedTensor):
+                assert found.dtype == np.float32
+                np.testing.assert_array_equal(found, expected, err_msg=name)
+                continue
+            for field in ("packed", "scales", "zeros", "permutation", "bits", "group_size", "in_features"):
+                np.testing.assert_array_equal(getattr(found, field), getattr(expected, field), err_msg=name)
+
+
+def test_the_reader_finds_tensors_in_shards(rtn_model: Callable[..., QuantizedModel], tmp_path: Path) -> None:
+    model = rtn_model()
+    write_artifact(model, tmp_path / "out", formats=["gptq"], shard_limit=60_000)
+    with GptqWeights(tmp_path / "out") as weights:
+        for name, expected in model.tensors.items():
+            if isinstance(expected, QuantizedTensor):
+                np.testing.assert_array_equal(weights.tensor(name).packed, expected.packed, err_msg=name)
+
+
+CONFIG_MISTAKES = [
+    ({"bits": 3}, "bits is 3"),
+    ({"bits": "4"}, "bits is '4'"),
+    ({"bits": True}, "bits is True"),
+    ({"bits": 8}, "qweight"),  # the tensors are of 4 bits
+    ({"group_size": 0}, "group_size is 0"),
+    ({"group_size": 64}, "qzeros"),
+    ({"group_size": 1 << 70}, "group_size"),
+    ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+    ({"quant_method": "awq"}, "quant_method is 'awq'"),
+    ({"lm_head": True}, "lm_head is True"),
+    ({"desc_act": "no"}, "desc_act is 'no'"),
+    ({"dynamic": {"-:.*mlp.*": {}}}, "dynamic"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CONFIG_MISTAKES, ids=lambda x: str(x))
+def test_wrong_quantization_settings_are_refused_by_name(
+    rtn_model: Callable[..., QuantizedModel], tmp_path: Path, change: dict, message: str
+) -> None:
+    write_artifact(rtn_model(), tmp_path / "out", formats=["gptq"])
+    for name in ("config.json", "quantize_config.json"):
+        path = tmp_path / "out" / name
+        data = json.loads(path.read_text(encoding="utf-8"))
+        (data["quantization_config"] if name == "config.json" else data).update(change)
+        path.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(NybbleError, match=re.escape(message)) as error:
+        GptqWeights(tmp_path / "out")
+    assert "\n" not in str(error.value)
+
+
+def test_configs_that_disagree_are_refused(rtn_model: Callable[..., QuantizedModel], tmp_path: Path) -> None:
+    write_artifact(rtn_model(), tmp_path / "out", formats=["gptq"])
+    path = tmp_path / "out" / "quantize_config.json"
+    path.write_text(path.read_text().replace('"sym": true', '"sym": false'), encoding="utf-8")
+    with pytest.raises(ModelFormatError, match="sym is False"):
+        GptqWeights(tmp_path / "out")
+
+
+def test_a_missing_tensor_is_named(rtn_model: Callable[..., QuantizedModel], tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    write_artifact(rtn_model(), tmp_path / "out", formats=["gptq"])
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.scales"]
+    save_file(tensors, path)
+    with pytest.raises(ModelFormatError, match=r"up_proj\.scales"):
+        GptqWeights(tmp_path / "out")
+
+
+def test_the_model_must_hold_what_its_recipe_says(
+    rtn_model: Callable[..., QuantizedModel], tmp_path: Path
+) -> None:
+    model = rtn_model()
+    name = "model.layers.0.mlp.down_proj.weight"
+    missing = {k: v for k, v in model.tensors.items() if k != name}
+    other_bits = {**model.tensors, name: rtn_model(bits=8).tensors[name]}
+    for tensors in (missing, other_bits):
+        with pytest.raises(OutputError, match="down_proj"):
+            write_gptq(replace(model, tensors=tensors), tmp_path)

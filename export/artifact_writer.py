@@ -1,0 +1,185 @@
+"""Writes the artifact folder, whole or not at all."""
+
+import json
+import logging
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import OutputError, SettingError
+from ..quant.model import QuantizedModel
+from ..quant.packing import HEAD_GROUP_SIZE, CheckpointFormat
+from .artifact import ONNX_FOLDER, QUANTIZE_CONFIG
+from .atomic import check_output, check_space, new_folder
+from .gptq import INDEX_NAME, SHARD_LIMIT, plan_gptq, write_gptq
+from .gptq_config import REFUSES_SHORT_GROUPS, GptqConfig
+from .manifest import FORMATS, MANIFEST_NAME, FileEntry, Format, Manifest, check_file_name
+from .safetensors_writer import file_sha256
+from .weights import QuantizedModelWeights
+
+log = logging.getLogger("nybble.export")
+
+Report = Callable[[str, int, int], None]
+CheckpointFormatChoice = CheckpointFormat | Literal["auto"]
+# Beyond the tensors: headers, the graph, the tokenizer, paddings.
+SPACE_MARGIN_BYTES = 8 << 20
+
+
+def write_artifact(
+    model: QuantizedModel,
+    out: Path,
+    *,
+    formats: Sequence[str] = FORMATS,
+    checkpoint_format: CheckpointFormatChoice = "auto",
+    overwrite: bool = False,
+    progress: Report | None = None,
+    quality: Mapping[str, Any] | None = None,
+    shard_limit: int = SHARD_LIMIT,
+) -> Manifest:
+    """Writes the artifact folder `out`. Until it is whole, the previous one or none is there.
+
+    `checkpoint_format` "auto" is "gptq", and "gptq_v2" where zero points are stored: GPTQModel refuses those
+    in the older format. `progress(stage, done, total)` counts bytes. `quality` is the report for the
+    manifest, in values that JSON has. `shard_limit` is the largest safetensors file in bytes.
+
+    Raises `OutputError`: `out` exists and `overwrite` is off, or is not an artifact; the disk is full or
+    cannot be written; a tensor is missing. `SettingError` for an unknown format.
+    """
+    chosen = _chosen_formats(formats)
+    resolved = _resolved_checkpoint_format(model, checkpoint_format)
+    report = progress or (lambda stage, done, total: None)
+    real = check_output(out, overwrite)
+    for name in model.tokenizer_files:
+        check_file_name(name, f"{out}: tokenizer file", OutputError)
+    gptq_bytes = sum(s.nbytes for s in plan_gptq(model.spec, model.recipe.bits, model.recipe.group_size))
+    needed = {"gptq": gptq_bytes, "onnx": _onnx_bytes(model)}
+    check_space(real, sum(needed[f] for f in chosen) + SPACE_MARGIN_BYTES)
+    refused = _refusals(model, resolved) if "gptq" in chosen else {}
+    for reason in dict.fromkeys(refused.values()):
+        loaders = " and ".join(loader for loader in refused if refused[loader] == reason)
+        log.warning("%s: %s will not load the GPTQ half: %s", out, loaders, reason)
+    with new_folder(out, overwrite) as folder:
+        _write_common(model, folder, resolved if "gptq" in chosen else None)
+        if "gptq" in chosen:
+            done = 0
+
+            def advance(written: int) -> None:
+                nonlocal done
+                done += written
+                report("gptq", done, gptq_bytes)
+
+            write_gptq(model, folder, checkpoint_format=resolved, shard_limit=shard_limit, advance=advance)
+        if "onnx" in chosen:
+            from .onnx_writer import write_onnx
+
+            report("onnx", 0, needed["onnx"])
+            write_onnx(QuantizedModelWeights(model), folder / ONNX_FOLDER)
+            report("onnx", needed["onnx"], needed["onnx"])
+        manifest = Manifest(
+            source_origin=model.origin,
+            source_digest=model.source_digest,
+            recipe=model.recipe,
+            formats=chosen,
+            files=_file_entries(folder, report),
+            created_with=_versions(),
+            layer_errors=model.layer_errors,
+            calibration_digest=model.calibration_digest,
+            quality=quality,
+            refused_by=refused,
+        )
+        (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
+    return manifest
+
+
+def _chosen_formats(formats: Sequence[str]) -> tuple[Format, ...]:
+    chosen = tuple(f for f in FORMATS if f in formats)
+    unknown = [f for f in formats if f not in FORMATS]
+    if unknown or not chosen:
+        found = repr(unknown[0]) if unknown else "empty"
+        raise SettingError(f"formats is {found}; expected {' or '.join(FORMATS)}, or both")
+    return chosen
+
+
+def _resolved_checkpoint_format(model: QuantizedModel, choice: CheckpointFormatChoice) -> CheckpointFormat:
+    if choice == "auto":
+        return "gptq" if model.recipe.symmetric else "gptq_v2"
+    if choice not in ("gptq", "gptq_v2"):
+        raise SettingError(f"checkpoint_format is {choice!r}; expected auto, gptq or gptq_v2")
+    return choice
+
+
+def _refusals(model: QuantizedModel, checkpoint_format: CheckpointFormat) -> dict[str, str]:
+    """The loaders that are known not to load this GPTQ half, and why."""
+    size = model.recipe.group_size
+    inputs = {x.in_features for layer in range(model.spec.num_layers) for x in model.spec.linears(layer)}
+    short = sorted(n for n in inputs if size != -1 and n % size)
+    refused = {}
+    if short:
+        reason = f"the group size {size} does not divide an input size of {short[0]}"
+        refused = dict.fromkeys(REFUSES_SHORT_GROUPS, reason)
+    if not model.recipe.symmetric and checkpoint_format == "gptq":
+        refused["GPTQModel"] = "zero points in the gptq checkpoint format, which it takes from itself only"
+    return refused
+
+
+def _write_common(model: QuantizedModel, folder: Path, checkpoint_format: CheckpointFormat | None) -> None:
+    from .. import __version__
+
+    config = {k: v for k, v in model.config.items() if k not in ("_name_or_path", "quantization_config")}
+    # transformers 5 reads dtype, older ones and vLLM torch_dtype.
+    config |= {"dtype": "float16", "torch_dtype": "float16"}
+    if checkpoint_format is not None:
+        settings = GptqConfig.from_recipe(model.recipe, checkpoint_format)
+        quantization = settings.to_json(model.recipe, __version__)
+        config["quantization_config"] = quantization
+        _write_json(folder / QUANTIZE_CONFIG, quantization)
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", model.generation_config)
+    for name, content in sorted(model.tokenizer_files.items()):
+        (folder / name).write_bytes(content)
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _file_entries(folder: Path, report: Report) -> dict[str, FileEntry]:
+    paths = sorted(p for p in folder.rglob("*") if p.is_file())
+    sizes = {p: p.stat().st_size for p in paths}
+    total, done, entries = sum(sizes.values()), 0, {}
+    for path in paths:
+        name = path.relative_to(folder).as_posix()
+        entries[name] = FileEntry(sizes[path], file_sha256(path), _half_of(name))
+        done += sizes[path]
+        report("checksums", done, total)
+    return entries
+
+
+def _half_of(name: str) -> Format | None:
+    if name.startswith(f"{ONNX_FOLDER}/"):
+        return "onnx"
+    return "gptq" if name.endswith(".safetensors") or name in (INDEX_NAME, QUANTIZE_CONFIG) else None
+
+
+def _onnx_bytes(model: QuantizedModel) -> int:
+    """About what `weights.bin` takes: the codes and scales of the layers, and the head in 8 bits."""
+    spec = model.spec
+    total = sum(t.nbytes for t in model.tensors.values())
+    heads = 1 if spec.tied_embeddings else 2
+    # The model holds head and embedding in 16 bits; the graph's scales are float32.
+    return total - heads * spec.vocab_size * spec.hidden_size * (HEAD_GROUP_SIZE - 4) // HEAD_GROUP_SIZE
+
+
+def _versions() -> dict[str, str]:
+    """What the weights' bytes may depend on: the interpreter, and the libraries that computed them."""
+    from .. import __version__
+
+    found = {"nybble": __version__, "python": platform.python_version()}
+    for library in ("numpy", "torch", "transformers", "tokenizers", "onnx-ir"):
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:
+            continue
+    return found
