@@ -1,4 +1,4 @@
-"""`nybble devices`: what the probe found, and what a profile says, as rows for people and data for programs."""
+"""`nybble devices`: the probe's findings and a profile, as rows for people and as data for programs."""
 
 from dataclasses import asdict
 from typing import Any
