@@ -141,12 +141,12 @@ class HfFolder:
             if generation.get(key) is None and self._config.get(key) is not None:
                 generation[key] = self._config[key]
         stops = generation.get("eos_token_id")
-        for stop in stops if isinstance(stops, list) else [stops]:
-            if stop is not None and (not isinstance(stop, int) or isinstance(stop, bool) or stop < 0):
-                raise ModelFormatError(
-                    f"{path if os.path.exists(path) else self._folder / 'config.json'}: eos_token_id is "
-                    f"{shown(stops)}, expected a token id or a list of them"
-                )
+        listed = stops if isinstance(stops, list) else [] if stops is None else [stops]
+        if not all(type(stop) is int and stop >= 0 for stop in listed):
+            where = path if os.path.exists(path) else self._folder / "config.json"
+            raise ModelFormatError(
+                f"{where}: eos_token_id is {shown(stops)}, expected a token id or a list of them"
+            )
         return generation
 
     def _open_weights(self) -> dict[str, str]:

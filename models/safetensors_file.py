@@ -111,7 +111,7 @@ class SafetensorsFile:
                 f"{self.where}: tensor {shown(name)} is {info.dtype}, which numpy cannot hold"
             )
         array = np.empty(info.shape, NUMPY_TYPES[info.dtype])
-        self._read_into(memoryview(array.reshape(-1).view(np.uint8)), info.offset)
+        self._read_into(array.reshape(-1).view(np.uint8).data, info.offset)
         return array
 
     def float32(self, name: str) -> NDArray[np.float32]:
@@ -144,9 +144,7 @@ class SafetensorsFile:
             except OSError as error:
                 raise ModelFormatError(f"{self.where}: cannot be read: {error.strerror}") from error
             if count == 0:
-                raise ModelFormatError(
-                    f"{self.where}: ends at byte {offset + done}, expected more: truncated"
-                )
+                raise ModelFormatError(f"{self.where}: truncated: ends at byte {offset + done}")
             done += count
 
     def _read_header(self, file_size: int) -> dict[str, TensorInfo]:

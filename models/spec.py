@@ -37,7 +37,7 @@ class RopeSpec:
         published scaling.
         """
         exponents = np.arange(0, self.rotary_dim, 2, dtype=np.float32) / np.float32(self.rotary_dim)
-        base = (1.0 / np.power(np.float32(self.theta), exponents)).astype(np.float32)
+        base: NDArray[np.float32] = (1.0 / np.power(np.float32(self.theta), exponents)).astype(np.float32)
         if self.scaling == "linear":
             base = base / np.float32(self.factor)
         elif self.scaling == "llama3":
@@ -68,7 +68,8 @@ class RopeSpec:
         if low == high:
             high += 0.001
         ramp = np.clip((np.arange(self.rotary_dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
-        return (base / self.factor * ramp + base * (1 - ramp)).astype(np.float32)
+        blended: NDArray[np.float32] = (base / self.factor * ramp + base * (1 - ramp)).astype(np.float32)
+        return blended
 
 
 @dataclass(frozen=True)

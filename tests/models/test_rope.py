@@ -1,0 +1,176 @@
+"""RoPE frequencies and attention factors, against transformers' own."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nybble.errors import ModelFormatError
+from nybble.models import spec_from_config
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 256,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+
+# In transformers 5's form: everything inside `rope_parameters`.
+PARAMETERS: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 10000.0},
+    {"rope_type": "default", "rope_theta": 1000000},
+    {"rope_type": "linear", "factor": 4, "rope_theta": 500000.0},
+    {"rope_type": "linear", "factor": 2.5},
+    {**LLAMA3, "rope_theta": 500000.0},
+    {**LLAMA3, "rope_theta": 10000.0, "factor": 32.0, "high_freq_factor": 2.5},
+    {**YARN, "rope_theta": 10000.0},
+    {**YARN, "rope_theta": 1000000.0, "factor": 40.0, "truncate": False},
+    {**YARN, "rope_theta": 10000.0, "beta_fast": 16, "beta_slow": 2.0},
+    {**YARN, "rope_theta": 10000.0, "beta_fast": 0, "beta_slow": None},
+    {**YARN, "rope_theta": 10000.0, "attention_factor": 1.25},
+    {**YARN, "rope_theta": 10000.0, "mscale": 0.707, "mscale_all_dim": 1.0},
+    {**YARN, "rope_theta": 10000.0, "mscale": 0.707},
+    {**YARN, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 0.0},
+    {**YARN, "rope_theta": 10000.0, "factor": None},
+    {"rope_type": "yarn", "factor": 0.5, "rope_theta": 10000.0},
+]
+
+
+def theirs(family: str, settings: dict[str, Any]) -> tuple[Any, float]:
+    """`inv_freq` and the attention factor of transformers' rotary module for a family."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+    rotary = model.model.rotary_emb
+    return rotary.inv_freq.numpy(), rotary.attention_scaling
+
+
+def check(family: str, settings: dict[str, Any]) -> None:
+    # transformers changes the dictionaries it is given.
+    copied = {key: dict(value) if isinstance(value, dict) else value for key, value in settings.items()}
+    rope = spec_from_config({"model_type": family, **settings}, "config.json").rope
+    frequencies, factor = theirs(family, copied)
+    # A float32 power may differ in its last bits from torch's.
+    np.testing.assert_allclose(rope.inv_freq(), frequencies, rtol=1e-6)
+    assert rope.inv_freq().dtype == np.float32
+    assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
+def test_rope_parameters(parameters: dict[str, Any]) -> None:
+    check("llama", {**SIZES, "rope_parameters": parameters})
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS[2:8], ids=str)
+@pytest.mark.parametrize("type_key", ["rope_type", "type"])
+def test_the_older_form_means_the_same(parameters: dict[str, Any], type_key: str) -> None:
+    inner = {key: value for key, value in parameters.items() if key not in ("rope_type", "rope_theta")}
+    inner[type_key] = parameters["rope_type"]
+    outer = {"rope_theta": parameters["rope_theta"]} if "rope_theta" in parameters else {}
+    check("llama", {**SIZES, "rope_scaling": inner, **outer})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_theta": 50000.0},
+        {"rope_theta": 50000.0, "rope_scaling": None},
+        {"rope_theta": 50000.0, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_theta": 50000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
+        {
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+        },
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 512},
+        {"rope_scaling": YARN, "original_max_position_embeddings": 512},
+        {"head_dim": 32},
+        {},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_which_of_two_places_wins(family: str, changes: dict[str, Any]) -> None:
+    check(family, {**SIZES, **changes})
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+        {**LLAMA3, "rope_theta": 500000.0},
+        {**YARN, "rope_theta": 10000.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("partial", [0.25, 0.5, 0.75])
+def test_a_partial_rotation_scales_as_transformers_functions_do(
+    parameters: dict[str, Any], partial: float
+) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {**parameters, "partial_rotary_factor": partial}
+    frequencies, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
+        LlamaConfig(**SIZES, rope_parameters=dict(parameters))
+    )
+    rope = spec_from_config(
+        {"model_type": "llama", **SIZES, "rope_parameters": parameters}, "config.json"
+    ).rope
+    assert rope.rotary_dim == 64 * partial
+    np.testing.assert_allclose(rope.inv_freq(), frequencies.numpy(), rtol=1e-6)
+    assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_partial_rotation_without_scaling_is_that_of_families_that_have_it(inside: bool) -> None:
+    """Llama's own class ignores the key where nothing is scaled; Phi-3's shows what it means."""
+    from transformers import Phi3Config
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+    sizes = {**SIZES, "pad_token_id": 0}
+    parameters = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    rotary = Phi3RotaryEmbedding(Phi3Config(**sizes, rope_parameters=dict(parameters)))
+    if inside:
+        given: dict[str, Any] = {"rope_parameters": parameters}
+    else:
+        given = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    rope = spec_from_config({"model_type": "llama", **SIZES, **given}, "config.json").rope
+    assert rope.rotary_dim == 32
+    np.testing.assert_allclose(rope.inv_freq(), rotary.inv_freq.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "key"),
+    [
+        ({"rope_type": "linear"}, "factor is missing"),
+        ({"rope_type": "linear", "factor": 0}, "factor is 0"),
+        ({"rope_type": "linear", "factor": None}, "factor is None"),
+        ({"rope_type": "linear", "factor": "2"}, "factor is '2'"),
+        ({"rope_type": None}, "rope_type is None"),
+        ({"rope_type": "yarn"}, "factor is missing"),
+        ({**YARN, "original_max_position_embeddings": 0}, "original_max_position_embeddings is 0"),
+        ({**YARN, "truncate": 1}, "truncate is 1"),
+        ({**YARN, "beta_fast": -1}, "beta_fast is -1"),
+        ({**YARN, "attention_factor": -1.0}, "attention_factor is -1.0"),
+        ({**YARN, "rope_theta": 1.0}, "rope_theta is 1.0"),
+        ({**LLAMA3, "high_freq_factor": 1.0}, "high_freq_factor is 1.0"),
+        ({key: LLAMA3[key] for key in LLAMA3 if key != "low_freq_factor"}, "low_freq_factor is missing"),
+    ],
+    ids=str,
+)
+def test_a_bad_value_is_named(parameters: dict[str, Any], key: str) -> None:
+    settings = {"model_type": "llama", **SIZES, "rope_parameters": parameters}
+    with pytest.raises(ModelFormatError) as caught:
+        spec_from_config(settings, "config.json")
+    assert str(caught.value).startswith(f"config.json: rope_parameters.{key}")
