@@ -77,7 +77,7 @@ class SamplingParams:
         when a value taken from it is out of range."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         given = {name: getattr(self, name) for name in names}
-        defaults = {name: generation_config.get(name) for name in names}
+        defaults: dict[str, Any] = {name: generation_config.get(name) for name in names}
         if generation_config.get("do_sample") is not True:
             defaults["temperature"] = 0.0
         try:

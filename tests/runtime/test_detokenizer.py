@@ -1,0 +1,97 @@
+"""Streamed text: whole characters, equal to the whole; stop strings are found wherever tokens end."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nybble.runtime.detokenizer import IncrementalDetokenizer, StopStrings
+from nybble.runtime.tokenizer import Tokenizer
+
+KINDS = ("byte_level", "metaspace", "prepend")
+
+
+@pytest.fixture(scope="session")
+def tokenizers(tokenizer_json: dict[str, bytes]) -> dict[str, Tokenizer]:
+    config = json.dumps({"eos_token": "</s>"}).encode()
+    return {
+        kind: Tokenizer({"tokenizer.json": raw, "tokenizer_config.json": config})
+        for kind, raw in tokenizer_json.items()
+    }
+
+
+def stream(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    return [detokenizer.push(i) for i in ids] + [detokenizer.finish()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_pieces_of_any_tokens_make_the_whole(
+    kind: str, tokenizers: dict[str, Tokenizer], data: st.DataObject
+) -> None:
+    tokenizer = tokenizers[kind]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(max_size=40) | st.text("ab é日🙂👩‍👧\u0301", max_size=40))
+def test_no_piece_ends_inside_a_character(kind: str, tokenizers: dict[str, Tokenizer], text: str) -> None:
+    tokenizer = tokenizers[kind]
+    text = text.replace("\ufffd", "").replace("\0", "")
+    ids = tokenizer.encode(text)
+    pieces = stream(tokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    if kind == "byte_level" and not any("\ud800" <= c <= "\udfff" for c in text):
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_text_arrives_with_its_token(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    ids = tokenizer.encode("plain words arrive at once")
+    assert all(stream(tokenizer, ids)[:-1])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text("ab.", max_size=30),
+    stops=st.lists(st.text("ab.", min_size=1, max_size=4), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 30), max_size=8),
+)
+def test_stop_strings_across_any_borders(text: str, stops: list[str], cuts: list[int]) -> None:
+    ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
+    expected = text[: min(ends)[1]] if ends else text
+
+    borders = sorted({0, len(text), *(c for c in cuts if c < len(text))})
+    looker = StopStrings(stops)
+    shown = ""
+    for start, end in pairwise(borders):
+        piece = looker.push(text[start:end])
+        shown += piece
+        # Never more than the answer, so that nothing has to be taken back.
+        assert expected.startswith(shown)
+        if looker.found:
+            break
+    shown += looker.finish() if not looker.found else ""
+    assert shown == expected
+    assert (looker.found in stops) if ends else looker.found is None
+
+
+def test_nothing_is_held_back_that_cannot_become_a_stop() -> None:
+    looker = StopStrings(["<end>"])
+    assert looker.push("hello <") == "hello "
+    assert looker.push("b>") == "<b>"
+    assert looker.push("<en") == ""
+    assert looker.finish() == "<en"
+
+
+def test_text_shown_before_looking_is_never_part_of_a_match() -> None:
+    looker = StopStrings(["ab"])
+    assert looker.push("xa", look=False) == "xa"
+    assert looker.push("b.ab") == "b."
+    assert looker.found == "ab"
