@@ -1,0 +1,191 @@
+"""A decoder's forward pass in torch float32, one layer at a time, over the tensors of a `ModelSpec`.
+
+It is what calibration runs: between the parts of a layer a caller sees the input of the linear layers that
+come next and may replace their weights, so that one pass over a layer quantizes it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..models.spec import Activation, LinearSpec, ModelSpec
+from .packing import QuantizedTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Called before linear layers that share an input, with that input [tokens, in_features] float32. It may
+# replace those layers' weights in the mapping that `forward_layer` was given.
+BeforeLinears = Callable[[tuple[LinearSpec, ...], "Tensor"], None]
+
+
+class TensorProvider(Protocol):
+    """A model's tensors by their Hugging Face names; a `ModelSource` is one."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def tensor(self, name: str) -> "QuantizedTensor | NDArray[np.float32]": ...
+
+
+def to_torch(tensor: "QuantizedTensor | NDArray[np.float32] | NDArray[np.float16]") -> "Tensor":
+    """The tensor in float32, dequantized if need be, in memory of torch's own (aligned, so that a product's
+    bits do not depend on where numpy put it)."""
+    import torch
+
+    array = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+    own = torch.empty(array.shape, dtype=torch.float32)
+    np.copyto(own.numpy(), array)
+    return own
+
+
+def rope_tables(spec: ModelSpec, length: int) -> "tuple[Tensor, Tensor]":
+    """Cosines and sines for positions 0 to length - 1, [length, rotary_dim] float32 each."""
+    import torch
+
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * torch.from_numpy(spec.rope.inv_freq())
+    angles = torch.cat((angles, angles), dim=1)
+    return angles.cos() * spec.rope.attention_factor, angles.sin() * spec.rope.attention_factor
+
+
+def embed(spec: ModelSpec, embedding: "Tensor", token_ids: NDArray[np.integer]) -> "Tensor":
+    """Hidden states [B, S, hidden] of token ids [B, S], with an embedding [vocab, hidden]."""
+    import torch
+
+    hidden = torch.nn.functional.embedding(torch.from_numpy(token_ids.astype(np.int64)), embedding)
+    return hidden.mul_(spec.embedding_scale) if spec.embedding_scale != 1 else hidden
+
+
+def forward_layer(
+    spec: ModelSpec,
+    layer: int,
+    weights: "Mapping[str, Tensor]",
+    hidden: "Tensor",
+    *,
+    batch: int = 8,
+    before: BeforeLinears | None = None,
+) -> None:
+    """Runs one layer on `hidden` [B, S, hidden] float32, in place, `batch` sequences at a time.
+
+    `weights` holds the layer's tensors by name in float32. `before` is called four times: for q, k and v; for
+    o; for gate and up; for down.
+    """
+    import torch
+
+    q, k, v, o, gate, up, down = spec.linears(layer)
+    prefix = spec.layer_prefix(layer)
+    count, length, _ = hidden.shape
+    parts = [slice(i, i + batch) for i in range(0, count, batch)]
+    tables = rope_tables(spec, length)
+
+    def norm(x: "Tensor", name: str) -> "Tensor":
+        weight = weights[f"{prefix}{name}.weight"]
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, spec.norm_eps)
+
+    def linear(x: "Tensor", which: LinearSpec) -> "Tensor":
+        bias = weights[which.bias_name] if which.bias else None
+        return torch.nn.functional.linear(x, weights[which.name], bias)
+
+    def visit(linears: tuple[LinearSpec, ...], x: "Tensor") -> None:
+        if before is not None:
+            before(linears, x.view(count * length, -1))
+
+    def heads(x: "Tensor", norm_name: str) -> "Tensor":
+        x = x.view(*x.shape[:2], -1, spec.head_dim)
+        x = norm(x, norm_name) if spec.qk_norm else x
+        return rotate(x.transpose(1, 2), tables)
+
+    normed = torch.empty_like(hidden)
+    for part in parts:
+        normed[part] = norm(hidden[part], "input_layernorm")
+    visit((q, k, v), normed)
+    attended = hidden.new_empty(count, length, spec.q_size)
+    for part in parts:
+        x = normed[part]
+        values = linear(x, v).view(*x.shape[:2], -1, spec.head_dim).transpose(1, 2)
+        queries, keys = heads(linear(x, q), "self_attn.q_norm"), heads(linear(x, k), "self_attn.k_norm")
+        attended[part] = attention(spec, layer, queries, keys, values).transpose(1, 2).flatten(2)
+    visit((o,), attended)
+    for part in parts:
+        hidden[part] += linear(attended[part], o)
+        normed[part] = norm(hidden[part], "post_attention_layernorm")
+    del attended
+    visit((gate, up), normed)
+    inner = hidden.new_empty(count, length, spec.intermediate_size)
+    for part in parts:
+        x = normed[part]
+        inner[part] = activate(linear(x, gate), spec.activation).mul_(linear(x, up))
+    visit((down,), inner)
+    for part in parts:
+        hidden[part] += linear(inner[part], down)
+
+
+def rotate(x: "Tensor", tables: "tuple[Tensor, Tensor]") -> "Tensor":
+    """RoPE on the first rotary_dim elements of heads [B, heads, S, head_dim]."""
+    import torch
+
+    cos, sin = tables
+    size = cos.shape[1]
+    turned, rest = x[..., :size], x[..., size:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def attention(spec: ModelSpec, layer: int, q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
+    """Causal attention over q [B, heads, S, head_dim] and k, v [B, kv_heads, S, head_dim], within the
+    layer's sliding window."""
+    import torch
+
+    k, v = (x.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1) for x in (k, v))
+    length, scale, cap = q.shape[2], spec.softmax_scale, spec.attention_softcap
+    window = spec.sliding_windows[layer] if spec.sliding_windows else None
+    if cap is None and (window is None or window >= length):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    visible = torch.ones(length, length, dtype=torch.bool).tril()
+    if window is not None:
+        visible = visible.triu(1 - window)
+    if cap is None:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+    scores = cap * torch.tanh(q @ k.transpose(-1, -2) * (scale / cap))
+    return scores.masked_fill(~visible, float("-inf")).softmax(dim=-1) @ v
+
+
+def activate(x: "Tensor", activation: Activation) -> "Tensor":
+    """The MLP's activation function; may overwrite `x`."""
+    from torch.nn import functional
+
+    if activation == "silu":
+        return functional.silu(x, inplace=True)
+    if activation == "relu":
+        return functional.relu(x, inplace=True)
+    return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def head_logits(spec: ModelSpec, norm: "Tensor", head: "Tensor", hidden: "Tensor") -> "Tensor":
+    """Logits [B, S, vocab] float32 of the last layer's output [B, S, hidden], with the final norm's weight
+    and the head [vocab, hidden]."""
+    import torch
+
+    logits = torch.nn.functional.rms_norm(hidden, norm.shape, norm, spec.norm_eps) @ head.T
+    if spec.logit_softcap is not None:
+        logits = torch.tanh_(logits.div_(spec.logit_softcap)).mul_(spec.logit_softcap)
+    return logits
+
+
+def logits(provider: TensorProvider, token_ids: NDArray[np.integer], *, batch: int = 8) -> "Tensor":
+    """Logits [B, S, vocab] float32 of token ids [B, S]: each layer's tensors are read, used for all
+    sequences and released."""
+    import torch
+
+    spec = provider.spec
+    with torch.no_grad():
+        embedding = to_torch(provider.tensor(spec.embedding_name))
+        hidden = embed(spec, embedding, token_ids)
+        for layer in range(spec.num_layers):
+            weights = {name: to_torch(provider.tensor(name)) for name in spec.layer_tensors(layer)}
+            forward_layer(spec, layer, weights, hidden, batch=batch)
+        head = embedding if spec.tied_embeddings else to_torch(provider.tensor(spec.head_name))
+        return head_logits(spec, to_torch(provider.tensor(spec.final_norm_name)), head, hidden)

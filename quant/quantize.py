@@ -1,0 +1,165 @@
+"""`quantize`: a whole model, layer by layer."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import CalibrationError, MissingDependencyError, QuantizationError, SettingError
+from ..models.source import ModelSource
+from ..models.spec import LinearSpec, ModelSpec
+from .calibration import Calibration
+from .forward import embed, forward_layer, to_torch
+from .gptq import hessian, quantize_gptq, relative_error
+from .model import QuantizedModel
+from .packing import QuantizedTensor, quantize_head, round_to_f16
+from .recipe import Recipe
+from .rtn import quantize_rtn
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Called with the stage's name, and how many of how many steps are done.
+Progress = Callable[[str, int, int], None]
+Quantized = dict[str, QuantizedTensor | NDArray[np.float16]]
+
+STAGE = "quantize"
+
+
+def quantize(
+    source: ModelSource,
+    recipe: Recipe,
+    calibration: Calibration | None = None,
+    *,
+    progress: Progress | None = None,
+    threads: int | None = None,
+) -> QuantizedModel:
+    """Quantizes every linear layer of the decoder; embedding, head, norms and biases become float16.
+
+    With GPTQ each layer sees the calibration text as the already quantized layers before it pass it on,
+    starting from the 8-bit embedding that the runtime will use. RTN needs no calibration. Tensors are read
+    from the source when their turn comes: at most the float32 weights of one layer are held, beside the
+    results and, for GPTQ, the hidden states of the calibration text and one layer's work on them.
+
+    `threads` is torch's number of threads for the duration. Given the same model, recipe, text, library
+    versions and threads, the result is the same to the last bit. Raises `QuantizationError` naming the
+    tensor, and `MissingDependencyError` without torch.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise MissingDependencyError("quantizing needs torch: pip install 'nybble[quantize]'") from None
+    if threads is not None and threads < 1:
+        raise SettingError(f"threads is {threads}; expected at least 1")
+    if recipe.method == "gptq" and calibration is None:
+        raise CalibrationError("method gptq needs a calibration text; none was given")
+    spec = source.spec
+    report = progress or (lambda stage, done, total: None)
+    report(STAGE, 0, spec.num_layers)
+    names = dict.fromkeys((spec.embedding_name, spec.final_norm_name, spec.head_name))
+    tensors: Quantized = {name: half(source, name) for name in names}
+    errors: dict[str, float] = {}
+    with _threads(threads), torch.no_grad():
+        hidden = None
+        if recipe.method == "gptq" and calibration is not None:
+            hidden = _embedded(spec, tensors[spec.embedding_name], calibration.token_ids)
+        for layer in range(spec.num_layers):
+            if hidden is None:
+                _rtn_layer(source, layer, recipe, tensors, errors)
+            else:
+                _gptq_layer(source, layer, recipe, hidden, tensors, errors)
+            report(STAGE, layer + 1, spec.num_layers)
+    return QuantizedModel(
+        spec=spec,
+        config=source.config,
+        generation_config=source.generation_config,
+        tokenizer_files=source.tokenizer_files,
+        recipe=recipe,
+        origin=source.origin,
+        source_digest=source.digest,
+        tensors={name: tensors[name] for name in spec.tensors()},
+        layer_errors=errors,
+        calibration_digest=None if hidden is None or calibration is None else calibration.digest,
+    )
+
+
+def half(source: ModelSource, name: str) -> NDArray[np.float16]:
+    """A tensor of the source in float16. Raises `QuantizationError` naming it where a value does not fit."""
+    return round_to_f16(source.tensor(name), name)
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _embedded(
+    spec: ModelSpec, embedding: QuantizedTensor | NDArray[np.float16], token_ids: NDArray[np.int32]
+) -> "Tensor":
+    """The calibration text through the 8-bit embedding, [samples, seq_len, hidden]. Only the rows that occur
+    are dequantized; rows are quantized one by one, so this changes nothing in them."""
+    assert not isinstance(embedding, QuantizedTensor)
+    if token_ids.size and not (token_ids.min() >= 0 and token_ids.max() < spec.vocab_size):
+        raise CalibrationError(
+            f"calibration token {token_ids.max()} is not in the model's vocabulary of {spec.vocab_size}"
+        )
+    used, index = np.unique(token_ids, return_inverse=True)
+    rows = to_torch(quantize_head(embedding[used], spec.embedding_name))
+    return embed(spec, rows, index.reshape(token_ids.shape))
+
+
+def _rtn_layer(
+    source: ModelSource, layer: int, recipe: Recipe, tensors: Quantized, errors: dict[str, float]
+) -> None:
+    linears = {linear.name for linear in source.spec.linears(layer)}
+    for name in source.spec.layer_tensors(layer):
+        if name not in linears:
+            tensors[name] = half(source, name)
+            continue
+        weight = to_torch(source.tensor(name))
+        tensors[name] = quantized = quantize_rtn(weight, recipe, name)
+        energy = float(weight.square().sum())
+        errors[name] = float((to_torch(quantized) - weight).square().sum()) / energy if energy > 0 else 0.0
+
+
+def _gptq_layer(
+    source: ModelSource,
+    layer: int,
+    recipe: Recipe,
+    hidden: "Tensor",
+    tensors: Quantized,
+    errors: dict[str, float],
+) -> None:
+    """Quantizes one layer and moves `hidden` through the quantized layer, in place."""
+    spec = source.spec
+    linear_names = {linear.name for linear in spec.linears(layer)}
+    weights: dict[str, Tensor] = {}
+    for name in spec.layer_tensors(layer):
+        if name in linear_names:
+            weights[name] = to_torch(source.tensor(name))
+        else:
+            tensors[name] = rounded = half(source, name)
+            weights[name] = to_torch(rounded)
+
+    def before(linears: tuple[LinearSpec, ...], inputs: "Tensor") -> None:
+        h = hessian(inputs)
+        names = [linear.name for linear in linears]
+        for name, quantized in zip(
+            names, quantize_gptq([weights[name] for name in names], h, recipe, names), strict=True
+        ):
+            tensors[name], dequantized = quantized, to_torch(quantized)
+            errors[name] = relative_error(weights[name], dequantized, h)
+            weights[name] = dequantized
+
+    forward_layer(spec, layer, weights, hidden, before=before)
+    if not bool(hidden.isfinite().all()):
+        raise QuantizationError(f"layer {layer}: its output on the calibration text is not finite")

@@ -1,0 +1,92 @@
+"""Scales and zero points of weight groups, with a search for the clipping range.
+
+Everything here works on transposed weights [in, out], so that the rows of one group are contiguous and each
+step of GPTQ touches whole cache lines.
+"""
+
+from typing import TYPE_CHECKING
+
+from ..errors import QuantizationError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Shares of the full range that the clipping search tries, widest first: a tie keeps the widest.
+CLIP_GRID = tuple(1 - 0.04 * i for i in range(16))
+SMALLEST_SCALE = 2.0**-24  # float16's smallest positive number
+
+
+def group_scales(
+    weight: "Tensor", importance: "Tensor | None", bits: int, symmetric: bool, clip_search: bool
+) -> "tuple[Tensor, Tensor]":
+    """Scale and zero point, [out] float32 each, of one group [group, out] float32.
+
+    The scale is a float16 number, so that integers computed with it are exact in every format. Symmetric:
+    zero is 2^(bits-1) and the scale absmax / (2^(bits-1) - 0.5). Asymmetric: the zero point stays in
+    1..2^bits-1, since the GPTQ format of version 1 has no 0. With `clip_search` the range is the share of
+    the full one that minimizes the squared error weighted by `importance` [group] (None is equal weights).
+    A group of zeros has scale 1. Raises `QuantizationError` where a scale leaves float16's range.
+    """
+    import torch
+
+    top = (1 << bits) - 1
+    low, high = weight.amin(0).clamp_(max=0), weight.amax(0).clamp_(min=0)
+    if symmetric:
+        full = torch.maximum(-low, high) / (top / 2)
+    else:
+        full = torch.maximum((high - low) / top, high / (top - 1))
+    best_scale = best_zero = best_error = None
+    for share in CLIP_GRID if clip_search else (1.0,):
+        scale = (full * share).half().float().clamp_(min=SMALLEST_SCALE)
+        scale = torch.where(full == 0, 1.0, scale)
+        zero = torch.full_like(scale, (top + 1) / 2)
+        if not symmetric:
+            torch.round(-low * share / scale, out=zero).clamp_(1, top)
+        if not clip_search:
+            best_scale, best_zero = scale, zero
+            break
+        error = round_to_grid(weight, scale, zero, top).sub_(zero).mul_(scale).sub_(weight).square_()
+        error = error.sum(0) if importance is None else importance @ error
+        if best_error is None:
+            best_scale, best_zero, best_error = scale, zero, error
+            continue
+        better = error < best_error
+        best_scale = torch.where(better, scale, best_scale)
+        best_zero = torch.where(better, zero, best_zero)
+        best_error = torch.where(better, error, best_error)
+    assert best_scale is not None and best_zero is not None
+    if not torch.isfinite(best_scale).all():
+        raise QuantizationError(
+            f"a group reaches {float(weight.abs().max()):g}; its scale leaves float16's range"
+        )
+    return best_scale, best_zero
+
+
+def round_to_grid(weight: "Tensor", scale: "Tensor", zero: "Tensor", top: int) -> "Tensor":
+    """The codes 0..top, as float32, of weights [..., out]: nearest, ties to even."""
+    return (weight / scale).round_().add_(zero).clamp_(0, top)
+
+
+def all_scales(
+    weight: "Tensor",
+    importance: "Tensor | None",
+    group_size: int,
+    bits: int,
+    symmetric: bool,
+    clip_search: bool,
+) -> "tuple[Tensor, Tensor]":
+    """`group_scales` of every group of a weight [in, out]: [groups, out] float32 each. The last group may
+    be short."""
+    import torch
+
+    found = [
+        group_scales(
+            weight[start : start + group_size],
+            None if importance is None else importance[start : start + group_size],
+            bits,
+            symmetric,
+            clip_search,
+        )
+        for start in range(0, weight.shape[0], group_size)
+    ]
+    return torch.stack([scale for scale, _ in found]), torch.stack([zero for _, zero in found])
