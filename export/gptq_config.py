@@ -49,8 +49,10 @@ class GptqConfig:
         supported("quant_method", method, "gptq")
         bits, group_size = field("bits", int), field("group_size", int)
         supported("bits", bits, 4, 8)
-        if group_size != -1 and group_size < 1:
-            raise ModelFormatError(f"{where}: group_size is {group_size}; expected -1 or a positive size")
+        if group_size != -1 and not 1 <= group_size < 1 << 31:
+            raise ModelFormatError(
+                f"{where}: group_size is {shown(group_size)}; expected -1 or a positive size"
+            )
         key = "checkpoint_format" if "checkpoint_format" in data else "format"
         checkpoint_format = field(key, str, "gptq")
         supported(key, checkpoint_format, "gptq", "gptq_v2")
