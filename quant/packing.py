@@ -360,7 +360,7 @@ def from_matmulnbits(
     check(b.dtype == np.uint8 and b.shape == (out, blocks, block * bits // 8), "B",
           f"{b.dtype} {list(b.shape)}", f"uint8 [out, {blocks}, {block * bits // 8}]")  # fmt: skip
     check(scales.shape == (out, blocks), "scales' shape", list(scales.shape), [out, blocks])
-    first = np.arange(0, blocks * block, size) // block
+    first = np.arange(0, in_features, size) // block
     group = np.arange(blocks) * block // size
     with np.errstate(over="ignore"):
         half = scales[:, first].astype(np.float16)
