@@ -1,12 +1,16 @@
-"""Tokenizers of the kinds that models have, trained here on Python's own help texts."""
+"""Tokenizers of the kinds that models have, and a decoder in numpy to drive the engine with."""
 
 import json
+from collections.abc import Callable
+from itertools import pairwise
 from pydoc_data.topics import topics
+from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tokenizers import (
     AddedToken,
-    Tokenizer,
     decoders,
     models,
     normalizers,
@@ -14,6 +18,12 @@ from tokenizers import (
     processors,
     trainers,
 )
+from tokenizers import Tokenizer as Backend
+
+from nybble.models.spec import ModelSpec, RopeSpec
+from nybble.runtime.batch import Batch
+from nybble.runtime.executor import KvLayout
+from nybble.runtime.tokenizer import Tokenizer
 
 SPECIAL = [
     "<s>",
@@ -31,8 +41,8 @@ SPECIAL = [
 ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
 
-def _train(kind: str) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(byte_fallback=kind != "byte_level"))
+def _train(kind: str) -> Backend:
+    tokenizer = Backend(models.BPE(byte_fallback=kind != "byte_level"))
     alphabet: list[str] = []
     first: list[str] = []
     if kind == "byte_level":
@@ -64,7 +74,7 @@ def _train(kind: str) -> Tokenizer:
     tokenizer.train_from_iterator(texts, trainer)
     raw = json.loads(tokenizer.to_str())
     raw["added_tokens"] = []  # byte tokens are plain vocabulary
-    tokenizer = Tokenizer.from_str(json.dumps(raw))
+    tokenizer = Backend.from_str(json.dumps(raw))
     tokenizer.add_special_tokens([*SPECIAL, AddedToken("<|end|>", rstrip=True, normalized=False)])
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in ADDED])
     if kind != "byte_level":
@@ -79,5 +89,134 @@ KINDS = ("byte_level", "metaspace", "prepend")
 
 @pytest.fixture(scope="session")
 def tokenizer_json() -> dict[str, bytes]:
-    """`tokenizer.json` by kind: byte-level BPE, and SentencePiece-like BPE with byte fallback in two forms."""
+    """`tokenizer.json` by kind: byte-level BPE, and BPE with byte fallback as SentencePiece has it, twice."""
     return {kind: _train(kind).to_str().encode() for kind in KINDS}
+
+
+class NumpyExecutor:
+    """A small decoder in numpy, in float64, that keeps its keys and values in pages and reads them back
+    through the block table only: a wrong slot or table changes its tokens. Each token is computed by
+    itself, so its logits are the same bits in any batch.
+
+    Layer l belongs to window group l % G. Unused pages hold NaN.
+    """
+
+    def __init__(
+        self, vocab_size: int = 64, windows: tuple[int | None, ...] = (None, None), seed: int = 0
+    ) -> None:
+        layers, self.size = len(windows), 8
+        self.spec = ModelSpec(
+            model_type="numpy",
+            vocab_size=vocab_size,
+            hidden_size=self.size,
+            intermediate_size=self.size,
+            num_layers=layers,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=self.size,
+            max_position=4096,
+            norm_eps=1e-5,
+            rope=RopeSpec(theta=10000.0, rotary_dim=self.size),
+            sliding_windows=windows,
+        )
+        generator = np.random.default_rng(seed)
+        self.embedding = generator.normal(size=(vocab_size, self.size))
+        self.weights = generator.normal(size=(layers, 4, self.size, self.size)) * self.size**-0.5
+        self.steps: list[Batch] = []
+        self.fail_at: dict[int, BaseException] = {}
+        self.closed = False
+
+    def allocate_kv(self, num_blocks: int, page_size: int, kv_dtype: str = "f32") -> None:
+        groups = len(self.spec.window_groups)
+        self.kv_layout = KvLayout(num_blocks, page_size, "f32", 1)
+        self.cache = np.full((2, self.spec.num_layers, num_blocks * page_size, self.size), np.nan)
+        self.groups = [self.spec.window_groups.index(w) for w in self.spec.sliding_windows]
+        assert max(self.groups) < groups
+
+    def step(self, batch: Batch) -> NDArray[np.float32]:
+        self.steps.append(batch)
+        if (error := self.fail_at.get(len(self.steps))) is not None:
+            raise error
+        hidden = np.zeros((len(batch.token_ids), self.size))
+        positions = np.zeros(len(batch.token_ids), int)
+        owners = np.zeros(len(batch.token_ids), int)
+        for b, (begin, end) in enumerate(pairwise(batch.cu_seqlens.tolist())):
+            positions[begin:end] = batch.past_lens[b] + np.arange(end - begin)
+            owners[begin:end] = b
+        for t, token in enumerate(batch.token_ids):
+            hidden[t] = self.embed(int(token), int(positions[t]))
+        for layer, group in enumerate(self.groups):
+            q, k, v, o = self.weights[layer]
+            for t in range(len(hidden)):
+                slot = batch.slot_mapping[group, t]
+                self.cache[0, layer, slot], self.cache[1, layer, slot] = k @ hidden[t], v @ hidden[t]
+            for t in range(len(hidden)):
+                where = np.arange(positions[t] + 1)
+                pages = batch.block_table[group, owners[t], where // self.kv_layout.page_size]
+                assert (pages >= 0).all()
+                slots = pages * self.kv_layout.page_size + where % self.kv_layout.page_size
+                keys, values = self.cache[0, layer, slots], self.cache[1, layer, slots]
+                hidden[t] = hidden[t] + o @ attend(
+                    q @ hidden[t], keys, values, self.spec.sliding_windows[layer]
+                )
+        return (hidden[batch.logit_rows] @ self.embedding.T * 2).astype(np.float32)
+
+    def embed(self, token: int, position: int) -> NDArray[np.float64]:
+        return self.embedding[token] + np.sin(position * 1.7 ** -np.arange(self.size))
+
+    def reference(self, tokens: list[int]) -> NDArray[np.float32]:
+        """The logits of every position of a text, without pages: [n, vocab]."""
+        hidden = np.array([self.embed(token, p) for p, token in enumerate(tokens)])
+        for layer, window in enumerate(self.spec.sliding_windows):
+            q, k, v, o = self.weights[layer]
+            keys, values = np.array([k @ h for h in hidden]), np.array([v @ h for h in hidden])
+            hidden = np.array(
+                [h + o @ attend(q @ h, keys[: p + 1], values[: p + 1], window) for p, h in enumerate(hidden)]
+            )
+        return (hidden @ self.embedding.T * 2).astype(np.float32)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def attend(
+    query: NDArray[np.float64], keys: NDArray[np.float64], values: NDArray[np.float64], window: int | None
+) -> NDArray[np.float64]:
+    if window is not None:
+        keys, values = keys[-window:], values[-window:]
+    scores = np.array([query @ key for key in keys]) * len(query) ** -0.5
+    weights = np.exp(scores - scores.max())
+    return (weights[:, None] * values).sum(0) / weights.sum()
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Tokenizer:
+    """64 tokens: letters, an end token (id 0), and the bytes of an emoji apart."""
+    letters = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ.,"
+    alphabet = dict(zip("🙂".encode(), bytes_to_unicode("🙂".encode()), strict=True))
+    vocab = {"<end>": 0}
+    for text in [*("Ġ" if c == " " else c for c in letters), *alphabet.values()]:
+        vocab.setdefault(text, len(vocab))
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return Tokenizer({"tokenizer.json": backend.to_str().encode()})
+
+
+def bytes_to_unicode(raw: bytes) -> str:
+    """The characters that stand for bytes in a byte-level vocabulary."""
+    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(raw.decode())
+    return "".join(text for text, _ in pieces)
+
+
+@pytest.fixture
+def make_executor() -> Callable[..., NumpyExecutor]:
+    """`make_executor(num_blocks, page_size, **options)`: a `NumpyExecutor` with its cache."""
+
+    def make(num_blocks: int = 64, page_size: int = 4, **options: Any) -> NumpyExecutor:
+        executor = NumpyExecutor(**options)
+        executor.allocate_kv(num_blocks, page_size)
+        return executor
+
+    return make

@@ -21,11 +21,11 @@ BENIGN = [
     {"role": "assistant", "content": "<think>\nso\n</think>\n\nIt > that"},
     {"role": "user", "content": "> quoted, a <"},
 ]
-PIECES = [
-    *["<|im_end|>", "<|im_start|>", "<|eot_id|>", "</s>", "<s>", "<|end|>", "<|user|>", "<think>", "<tool_call>", "[/INST]"],
-    *["<|im_", "end|>", "|>", "<", "x", "assistant", "\U0010fffb", "\U0010fffc", "\U0010fffd"],
-    *["\n", " "],
-]
+_WORDS = """
+<|im_end|> <|im_start|> <|eot_id|> </s> <s> <|end|> <|user|> <think> <tool_call> [/INST] <|im_ end|> |> < x
+assistant \U0010fffb \U0010fffc \U0010fffd
+"""
+PIECES = [*_WORDS.split(), "\n", " "]
 
 Make = Callable[..., Tokenizer]
 
