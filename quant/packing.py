@@ -83,7 +83,7 @@ def pack_rows(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
         return np.ascontiguousarray(codes)
     if codes.shape[1] % 2:
         codes = np.pad(codes, ((0, 0), (0, 1)))
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return codes[:, 0::2] | (codes[:, 1::2] << np.uint8(4))
 
 
 def unpack_rows(packed: NDArray[np.uint8], bits: int, columns: int) -> NDArray[np.uint8]:
@@ -216,25 +216,25 @@ def from_gptq(
     check(checkpoint_format in ("gptq", "gptq_v2"), "checkpoint_format", checkpoint_format, "gptq or gptq_v2")
     parts = {"qweight": (qweight, np.int32), "qzeros": (qzeros, np.int32), "scales": (scales, np.float16)}
     for part, (array, dtype) in parts.items():
-        check(array.dtype == dtype, f"{part}'s dtype", array.dtype, np.dtype(dtype))
-        check(array.ndim == 2, f"{part}'s shape", list(array.shape), "two dimensions")
+        check(array.dtype == dtype, f"dtype of {part}", array.dtype, np.dtype(dtype))
+        check(array.ndim == 2, f"shape of {part}", list(array.shape), "two dimensions")
     per_word = 32 // bits
     if g_idx is not None:
         check(
             g_idx.ndim == 1 and g_idx.dtype == np.int32, "g_idx", f"{g_idx.dtype} {g_idx.shape}", "int32 [in]"
         )
-        check(in_features in (None, g_idx.size), "g_idx's length", g_idx.size, in_features)
+        check(in_features in (None, g_idx.size), "length of g_idx", g_idx.size, in_features)
         in_features = int(g_idx.size)
     columns = qweight.shape[0] * per_word if in_features is None else in_features
-    check(columns > 0, "its input size", columns, "at least 1")
+    check(columns > 0, "input size", columns, "at least 1")
     groups, out = scales.shape
     size = columns if group_size == -1 else group_size
-    check(groups == -(-columns // size), "scales' number of groups", groups, -(-columns // size))
-    check(qweight.shape == (-(-columns // per_word), out), "qweight's shape", list(qweight.shape),
+    check(groups == -(-columns // size), "number of groups of scales", groups, -(-columns // size))
+    check(qweight.shape == (-(-columns // per_word), out), "shape of qweight", list(qweight.shape),
           [-(-columns // per_word), out])  # fmt: skip
-    check(qzeros.shape == (groups, -(-out // per_word)), "qzeros' shape", list(qzeros.shape),
+    check(qzeros.shape == (groups, -(-out // per_word)), "shape of qzeros", list(qzeros.shape),
           [groups, -(-out // per_word)])  # fmt: skip
-    check(bool(np.isfinite(scales).all()), "a scale", "not finite", "finite scales")
+    check(bool(np.isfinite(scales).all()), "a scale", "infinite or NaN", "finite scales")
 
     packed = _bytes(qweight.T, bits, columns)
     zeros = unpack_rows(_bytes(qzeros, bits, out), bits, out)
@@ -274,8 +274,8 @@ def _group_order(
 
 def _words(packed: NDArray[np.uint8]) -> NDArray[np.int32]:
     """Rows of bytes as little-endian int32, the last one filled up with zero bits."""
-    short = -packed.shape[1] % 4
-    padded = np.pad(packed, ((0, 0), (0, short))) if short else np.ascontiguousarray(packed)
+    padded = np.zeros((packed.shape[0], -(-packed.shape[1] // 4) * 4), np.uint8)
+    padded[:, : packed.shape[1]] = packed
     return padded.view("<i4").astype(np.int32, copy=False)
 
 
@@ -322,7 +322,7 @@ def to_matmulnbits(
     group = np.arange(blocks) * block // tensor.group_size
     fill = tensor.zero_points[:, -1]
     if bits == 4:
-        fill = fill | fill << 4
+        fill = fill | (fill << np.uint8(4))
     b = np.empty((tensor.out_features, blocks * block * bits // 8), np.uint8)
     width = tensor.packed.shape[1]
     b[:, :width] = tensor.packed
@@ -352,14 +352,14 @@ def from_matmulnbits(
             raise ModelFormatError(f"{name}: {what} is {found}; expected {expected}")
 
     check(bits in (4, 8), "bits", bits, "4 or 8")
-    check(in_features > 0, "its input size", in_features, "at least 1")
+    check(in_features > 0, "input size", in_features, "at least 1")
     check(group_size == -1 or group_size > 0, "group_size", group_size, "-1 or a positive size")
     size = in_features if group_size == -1 else group_size
     block = matmulnbits_block(size, in_features)
     blocks, out = -(-in_features // block), b.shape[0]
     check(b.dtype == np.uint8 and b.shape == (out, blocks, block * bits // 8), "B",
           f"{b.dtype} {list(b.shape)}", f"uint8 [out, {blocks}, {block * bits // 8}]")  # fmt: skip
-    check(scales.shape == (out, blocks), "scales' shape", list(scales.shape), [out, blocks])
+    check(scales.shape == (out, blocks), "shape of scales", list(scales.shape), [out, blocks])
     first = np.arange(0, in_features, size) // block
     group = np.arange(blocks) * block // size
     with np.errstate(over="ignore"):

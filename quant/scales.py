@@ -54,7 +54,8 @@ def group_scales(
         best_scale = torch.where(better, scale, best_scale)
         best_zero = torch.where(better, zero, best_zero)
         best_error = torch.where(better, error, best_error)
-    assert best_scale is not None and best_zero is not None
+    assert best_scale is not None
+    assert best_zero is not None
     if not torch.isfinite(best_scale).all():
         raise QuantizationError(
             f"a group reaches {float(weight.abs().max()):g}; its scale leaves float16's range"
