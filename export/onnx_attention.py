@@ -19,24 +19,24 @@ ONNX Runtime does, on the same inputs and the same cache layout.
 
 `output` is [T, num_heads * head_dim] in the query's dtype; the caches are the inputs with the new rows.
 
-Attributes: `num_heads`, `kv_num_heads` and `head_dim` (int), `scale` (float, multiplies the scores), `softcap`
-(float, 0 is none: scores become cap * tanh(scores / cap)), `window` (int, how many tokens a token sees, itself
-included; 0 is all).
+Attributes: `num_heads`, `kv_num_heads` and `head_dim` (int), `scale` (float, multiplies the scores),
+`softcap` (float, 0 is none: scores become cap * tanh(scores / cap)), `window` (int, how many tokens a token
+sees, itself included; 0 is all).
 
 A token sees the positions up to its own that its window covers and its block table maps; one that sees none
 gets zeros. Keys and values are always read back from the cache, so a 16-bit cache rounds those of the same
 chunk too. T and B are at least 1. Cost grows with the width of `block_table` and with B times the longest
 chunk: trim the one and keep chunks of unlike lengths apart.
 
-ONNX Runtime inlines the body and merges equal subexpressions, so what depends only on the batch (mask, indices)
-is computed once a step. That is why `page_size` is an input and sizes are attributes: read from a layer's own
-tensors they would keep the layers' index arithmetic apart, twice as many operators.
+ONNX Runtime inlines the body and merges equal subexpressions, so what depends only on the batch (mask,
+indices) is computed once a step. That is why `page_size` is an input and sizes are attributes: read from a
+layer's own tensors they would keep the layers' index arithmetic apart, twice as many operators.
 """
 
 import numpy as np
-import onnx_ir as ir
 
 from .onnx_builder import NYBBLE, OPSET, Builder
+from .onnx_dependency import ir
 
 NAME = "PagedAttention"
 INPUTS = (

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol, overload
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
+
+from .onnx_dependency import ir
 
 OPSET = 23  # the first with Attention, RMSNormalization and RotaryEmbedding
 MICROSOFT = "com.microsoft"
@@ -30,8 +31,8 @@ class MemoryStore:
 
 
 def join_parts(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """The parts as one array; no copy when there is one."""
-    return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
+    """The parts as one C-contiguous array; no copy when there is one that is so already."""
+    return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
 
 class Builder:

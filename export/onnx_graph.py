@@ -10,14 +10,15 @@ import json
 from dataclasses import asdict, dataclass
 
 import numpy as np
-import onnx_ir as ir
 
 from ..models.spec import Activation, ModelSpec
 from ..quant.packing import QuantizedTensor
 from .onnx_attention import NAME as PAGED_ATTENTION
 from .onnx_attention import PackedLayout, paged_attention_function
 from .onnx_builder import IR_VERSION, NYBBLE, OPSET_IMPORTS, Builder, MemoryStore, TensorStore, graph_input
+from .onnx_dependency import ir
 from .onnx_linear import Embedding, LinearWriter, store_embedding, write_embedding, write_head
+from .onnx_spec import spec_to_json
 from .weights import LogicalWeights
 
 FORMAT_VERSION = 1
@@ -100,7 +101,7 @@ class _Decoder:
     def _metadata(self) -> dict[str, str]:
         return {
             "nybble.format": str(FORMAT_VERSION),
-            "nybble.spec": json.dumps(asdict(self.spec)),
+            "nybble.spec": spec_to_json(self.spec),
             "nybble.tensors": json.dumps({name: asdict(t) for name, t in self.writer.layout.items()}),
         }
 
@@ -206,6 +207,20 @@ class _Decoder:
 def window_groups(spec: ModelSpec) -> tuple[int | None, ...]:
     """The distinct windows, of which there is at least one."""
     return spec.window_groups or (None,)
+
+
+def set_accuracy_level(model: ir.Model, accuracy_level: int) -> None:
+    """Changes how MatMulNBits computes, in place: 0 keeps activations in float32, 4 rounds them to int8."""
+    for node in model.graph:
+        if node.op_type == "MatMulNBits":
+            node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", accuracy_level)
+
+
+def set_cache_type(model: ir.Model, dtype: ir.DataType) -> None:
+    """Changes the dtype of the cache's inputs and outputs, in place: float32 as built, or float16."""
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.name is not None and value.name.startswith(("key_cache", "value_cache")):
+            value.type = ir.TensorType(dtype)
 
 
 def activate(b: Builder, x: ir.Value, activation: Activation) -> ir.Value:

@@ -2,10 +2,12 @@
 
 | layer | operator | initializers |
 |---|---|---|
-| quantized linear | `com.microsoft.MatMulNBits` | `X.qweight`, `X.scales`, `.zero_points`, `.permutation`, `.bias` |
+| quantized linear | `com.microsoft.MatMulNBits` | `X.qweight`, `X.scales`; `.zero_points`, `.bias` |
 | float linear | `Gemm` with transB | `X.weight` [out, in], `X.bias` |
 | quantized embedding | `com.microsoft.GatherBlockQuantized` | `X.qweight` 2-D, `X.scales` |
 | float embedding | `Gather` | `X.weight` |
+
+(A permuted one has `X.permutation`, which goes to a `Gather` of the activations.)
 
 `X` is the tensor's name without `.weight`. Layers that read the same activations and were quantized alike are
 one operator, its rows theirs in order: q, k and v as `qkv_proj`, gate and up as `gate_up_proj`. Each stored
@@ -17,12 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ..models.spec import LinearSpec
 from ..quant.packing import QuantizedTensor, matmulnbits_block, to_matmulnbits
 from .onnx_builder import MICROSOFT, Builder, TensorStore
+from .onnx_dependency import ir
 from .weights import LogicalTensor, LogicalWeights
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
 
+from .onnx_builder import join_parts
+from .onnx_dependency import ir
 from .onnx_graph import build_decoder
 from .weights import LogicalWeights
 
@@ -42,6 +43,21 @@ class _FileStore:
             little = np.ascontiguousarray(part, part.dtype.newbyteorder("<"))
             self.file.write(memoryview(little).cast("B") if little.size else b"")
         return external_tensor(name, parts, WEIGHTS, offset, self.folder)
+
+
+class MemoryTensors:
+    """A store that keeps the tensors outside the graph, by name in `arrays`, for a session to take."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, NDArray[Any]] = {}
+        self._end = 0
+
+    def add(self, name: str, parts: Sequence[NDArray[Any]]) -> ir.TensorProtocol:
+        self.arrays[name] = join_parts(parts)
+        # A place of its own each, though nothing is read there.
+        tensor = external_tensor(name, parts, WEIGHTS, self._end)
+        self._end += tensor.length or 0
+        return tensor
 
 
 def external_tensor(

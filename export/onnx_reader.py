@@ -1,0 +1,275 @@
+"""Reading the ONNX half back: the graph, checked against its files, and its logical tensors.
+
+Nothing in `decoder.onnx` is believed: every tensor outside it must lie inside a file of the same folder, in a
+range of exactly its size, before anything is allocated or given to ONNX Runtime.
+"""
+
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ModelFormatError
+from ..models.spec import ModelSpec
+from ..quant.packing import from_matmulnbits, matmulnbits_block
+from .onnx_dependency import ir
+from .onnx_graph import FORMAT_VERSION
+from .onnx_linear import StoredTensor
+from .onnx_spec import spec_from_json
+from .weights import LogicalTensor
+
+MAX_GRAPH_BYTES = 256 << 20  # a graph has no weights in it; one of 200 layers takes a few MiB
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderFile:
+    """An opened `decoder.onnx`: its graph, and what its metadata says."""
+
+    path: Path
+    model: ir.Model
+    spec: ModelSpec
+    tensors: dict[str, StoredTensor]
+    weight_bytes: int  # of all tensors outside the graph
+
+
+def open_decoder(path: Path) -> DecoderFile:
+    """Reads and checks the graph at `path`; of its weights only their place and size. Raises
+    `ModelFormatError`."""
+    model = _load(path)
+    graph = model.graph
+    version = model.metadata_props.get("nybble.format")
+    if version is None or not version.isdecimal() or len(version) > 9:
+        raise ModelFormatError(f"{path.name}: not written by nybble: its metadata has no nybble.format")
+    if int(version) > FORMAT_VERSION:
+        raise ModelFormatError(
+            f"{path.name}: format version {version}; this nybble reads up to {FORMAT_VERSION}: update it"
+        )
+    _refuse_hidden_tensors(path, model)
+    sizes: dict[str, int] = {}
+    weight_bytes = 0
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        if tensor is None:
+            raise ModelFormatError(f"{path.name}: initializer {value.name} has no data")
+        if isinstance(tensor, ir.ExternalTensor):
+            weight_bytes += _check_external(path, tensor, sizes)
+    spec = spec_from_json(model.metadata_props.get("nybble.spec", ""), path.name)
+    tensors = _layout(path, model.metadata_props.get("nybble.tensors", ""))
+    return DecoderFile(path, model, spec, tensors, weight_bytes)
+
+
+class OnnxWeights:
+    """The `LogicalWeights` of a `decoder.onnx` and its `weights.bin`: exactly the tensors that were written.
+
+    Each is read from the file when asked for and not kept. Raises `ModelFormatError` for a tensor that is
+    missing or whose parts do not fit together.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open_decoder(path)
+        self._name = path.name
+        for name, shape in self.spec.tensors().items():
+            stored = self._file.tensors.get(name)
+            if stored is None and len(shape) == 2:
+                raise ModelFormatError(f"{self._name}: tensor {name} is missing")
+            if stored is not None and (stored.rows, stored.columns) != shape:
+                found = [stored.rows, stored.columns]
+                raise ModelFormatError(f"{self._name}: {name} has shape {found}; expected {list(shape)}")
+        self._biases = {
+            layer.bias_name: layer
+            for i in range(self.spec.num_layers)
+            for layer in self.spec.linears(i)
+            if layer.bias
+        }
+        self._check_operators()
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._file.spec
+
+    def tensor(self, name: str) -> LogicalTensor:
+        stored = self._file.tensors.get(name)
+        if stored is None:
+            return self._vector(name)
+        if stored.bits is None or stored.group_size is None:
+            return self._read(stored.stored + ".weight", np.float32, stored.columns, stored)
+        block = matmulnbits_block(stored.group_size, stored.columns)
+        blocks = -(-stored.columns // block)
+        b = self._read(stored.stored + ".qweight", np.uint8, blocks * block * stored.bits // 8, stored)
+        scales = self._read(stored.stored + ".scales", np.float32, blocks, stored)
+        zeros = None
+        if stored.stored + ".zero_points" in self._initializers:
+            width = -(-blocks * stored.bits // 8)
+            zeros = self._read(stored.stored + ".zero_points", np.uint8, width, stored)
+        return from_matmulnbits(
+            b.reshape(stored.rows, blocks, -1),
+            scales,
+            zeros,
+            bits=stored.bits,
+            in_features=stored.columns,
+            group_size=stored.group_size,
+            permutation=self._permutation(stored),
+            name=name,
+        )
+
+    @property
+    def _initializers(self) -> Any:
+        return self._file.model.graph.initializers
+
+    def _vector(self, name: str) -> NDArray[np.float32]:
+        """A norm, or a bias: rows of its stored linear's."""
+        shape = self.spec.tensors().get(name)
+        if shape is None:
+            raise ModelFormatError(f"{self._name}: the model has no tensor {name}")
+        layer = self._biases.get(name)
+        if layer is None:
+            return self._read(name, np.float32, 1, StoredTensor(name, 0, shape[0], 1))[:, 0]
+        stored = self._file.tensors[layer.name]
+        return self._read(stored.stored + ".bias", np.float32, 1, stored)[:, 0]
+
+    def _permutation(self, stored: StoredTensor) -> NDArray[np.int32] | None:
+        name = stored.stored + ".permutation"
+        if name not in self._initializers:
+            return None
+        whole = StoredTensor(name, 0, stored.columns, 1)
+        order = self._read(name, np.int32, 1, whole)[:, 0]
+        if not np.array_equal(np.sort(order), np.arange(stored.columns)):
+            raise ModelFormatError(f"{self._name}: {name} is no permutation of {stored.columns} columns")
+        return order
+
+    def _read(self, name: str, dtype: Any, width: int, part: StoredTensor) -> NDArray[Any]:
+        """Rows of one initializer as [rows, width]: only those are read from the file."""
+        value = self._initializers.get(name)
+        tensor = None if value is None else value.const_value
+        if not isinstance(tensor, ir.ExternalTensor):
+            raise ModelFormatError(f"{self._name}: initializer {name} is missing")
+        rows = tensor.shape[0] if len(tensor.shape) else 0
+        found = f"{tensor.dtype} {list(tensor.shape.numpy())}"
+        size = math.prod(tensor.shape.numpy())
+        if tensor.dtype != ir.DataType.from_numpy(np.dtype(dtype)) or size != rows * width:
+            raise ModelFormatError(
+                f"{self._name}: {name} is {found}; expected {np.dtype(dtype)} rows of {width}"
+            )
+        if part.row + part.rows > rows:
+            raise ModelFormatError(
+                f"{self._name}: {name} has {rows} rows; expected at least {part.row + part.rows}"
+            )
+        item = np.dtype(dtype).itemsize
+        start = (tensor.offset or 0) + part.row * width * item
+        data = np.fromfile(
+            self._file.path.parent / tensor.location,
+            np.dtype(dtype).newbyteorder("<"),
+            part.rows * width,
+            "",
+            start,
+        )
+        if data.size != part.rows * width:
+            raise ModelFormatError(f"{tensor.location}: ends inside {name}")
+        if dtype is np.float32 and not np.isfinite(data).all():
+            raise ModelFormatError(f"{tensor.location}: {name} holds a value that is not finite")
+        return data.reshape(part.rows, width)
+
+    def _check_operators(self) -> None:
+        """The graph multiplies with the same bits and blocks that the metadata names."""
+        expected = {}
+        for stored in self._file.tensors.values():
+            if stored.bits is not None and stored.group_size is not None:
+                block = matmulnbits_block(stored.group_size, stored.columns)
+                expected[stored.stored + ".scales"] = (stored.bits, block, stored.columns)
+        for node in self._file.model.graph:
+            if node.op_type != "MatMulNBits":
+                continue
+            scales = node.inputs[2].name if len(node.inputs) > 2 and node.inputs[2] is not None else ""
+            found = tuple(
+                attribute.as_int() if (attribute := node.attributes.get(key)) is not None else None
+                for key in ("bits", "block_size", "K")
+            )
+            if expected.get(scales or "") != found:
+                raise ModelFormatError(
+                    f"{self._name}: MatMulNBits with {scales} has bits, block_size and K {found}; "
+                    f"expected {expected.get(scales or '')}"
+                )
+
+
+def _load(path: Path) -> ir.Model:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise ModelFormatError(f"{path}: cannot be read: {error.strerror}") from None
+    if size > MAX_GRAPH_BYTES:
+        raise ModelFormatError(f"{path.name}: has {size} bytes; a graph has at most {MAX_GRAPH_BYTES}")
+    try:
+        return ir.load(path)
+    except Exception as error:  # protobuf and onnx-ir raise types of their own for what is no ONNX model
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelFormatError(f"{path.name}: not a sound ONNX model: {reason}") from None
+
+
+def _refuse_hidden_tensors(path: Path, model: ir.Model) -> None:
+    """External data may only be initializers, where `_check_external` sees them."""
+    graphs: list[Any] = [model.graph, *model.functions.values()]
+    for graph in graphs:
+        for node in graph.all_nodes():
+            for attribute in node.attributes.values():
+                if attribute.is_ref():
+                    continue
+                if attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
+                    raise ModelFormatError(f"{path.name}: node {node.name} has a subgraph; expected none")
+                tensors = [attribute.value] if attribute.type == ir.AttributeType.TENSOR else []
+                if attribute.type == ir.AttributeType.TENSORS:
+                    tensors = list(attribute.value)
+                if any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors):
+                    raise ModelFormatError(f"{path.name}: node {node.name} refers to data outside the graph")
+
+
+def _check_external(path: Path, tensor: ir.ExternalTensor, sizes: dict[str, int]) -> int:
+    """Bytes of one external tensor, which lies in a plain file beside the graph and within it."""
+    location, name = str(tensor.location), tensor.name
+    if location in ("", ".", "..") or any(c in location for c in "/\\\0:"):
+        raise ModelFormatError(
+            f"{path.name}: {name} lies in {location!r}; expected a file of the same folder"
+        )
+    if location not in sizes:
+        file = path.parent / location
+        if file.is_symlink() or not file.is_file():
+            raise ModelFormatError(f"{location}: missing, or not a plain file; {path.name} needs it")
+        sizes[location] = file.stat().st_size
+    offset, length, dims = tensor.offset or 0, tensor.length, tensor.shape.numpy()
+    expected = math.prod(dims) * tensor.dtype.bitwidth // 8
+    if min(dims, default=0) < 0 or length != expected:
+        raise ModelFormatError(
+            f"{path.name}: {name} has {length} bytes; expected {expected} for {list(dims)}"
+        )
+    if offset < 0 or offset + length > sizes[location]:
+        raise ModelFormatError(
+            f"{location}: {name} ends at {offset + length}, past the file's {sizes[location]} bytes"
+        )
+    return int(length)
+
+
+def _layout(path: Path, text: str) -> dict[str, StoredTensor]:
+    """The metadata's table of stored tensors."""
+    names = {field.name for field in fields(StoredTensor)}
+    try:
+        data = json.loads(text)
+        tensors = {}
+        for name, entry in data.items():
+            if set(entry) != names:
+                raise ValueError(f"{name} has fields {sorted(entry)}")
+            stored = StoredTensor(**entry)
+            counts = (stored.row, stored.rows, stored.columns)
+            quantized = (stored.bits, stored.group_size)
+            if not isinstance(stored.stored, str) or any(type(n) is not int or n < 0 for n in counts):
+                raise ValueError(f"{name} has rows {counts}")
+            if quantized != (None, None) and (
+                stored.bits not in (4, 8) or type(stored.group_size) is not int or stored.group_size < 1
+            ):
+                raise ValueError(f"{name} has bits and group size {quantized}")
+            tensors[str(name)] = stored
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelFormatError(f"{path.name}: nybble.tensors cannot be read: {error}") from None
+    return tensors

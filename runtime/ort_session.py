@@ -1,0 +1,103 @@
+"""ONNX Runtime itself: found, checked, and asked for sessions. Nothing else in Nybble imports it.
+
+Importing this module raises `MissingDependencyError` where ONNX Runtime is missing, or where two packages
+have overwritten each other's files.
+"""
+
+import importlib.metadata
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ExecutorError, MissingDependencyError, SettingError
+
+PREFERRED = ("CUDAExecutionProvider", "CPUExecutionProvider")
+PACKAGES = ("onnxruntime", "onnxruntime-gpu")
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _load() -> Any:
+    if all(_installed(name) for name in PACKAGES):
+        raise MissingDependencyError(
+            "onnxruntime and onnxruntime-gpu are both installed and overwrite each other's files; "
+            "uninstall both, then install nybble[onnx] or nybble[cuda]"
+        )
+    try:
+        import onnxruntime
+    except ImportError:
+        raise MissingDependencyError(
+            "OrtExecutor needs onnxruntime; pip install 'nybble[onnx]', or 'nybble[cuda]' for a CUDA GPU"
+        ) from None
+    return onnxruntime
+
+
+ort = _load()
+
+
+def choose_providers(providers: Sequence[str] | None) -> list[str]:
+    """The execution providers to use, best first: those asked for, or CUDA where ONNX Runtime offers it; the
+    CPU is always there, for operators that the others lack. Raises `SettingError` for one not offered."""
+    available = ort.get_available_providers()
+    if providers is None:
+        return [name for name in PREFERRED if name in available]
+    for name in providers:
+        if name not in available:
+            raise SettingError(f"providers has {name!r}; this ONNX Runtime offers {', '.join(available)}")
+    return list(dict.fromkeys([*providers, "CPUExecutionProvider"]))
+
+
+def device_of(providers: Sequence[str]) -> str:
+    """Where ONNX Runtime keeps an OrtValue for the first provider: "cuda" or "cpu"."""
+    return "cuda" if providers[0] == "CUDAExecutionProvider" else "cpu"
+
+
+def make_session(
+    model: bytes,
+    *,
+    providers: Sequence[str],
+    threads: int | None,
+    folder: str | None = None,
+    tensors: Mapping[str, NDArray[Any]] | None = None,
+    what: str = "the graph",
+) -> Any:
+    """A session for a serialized model, whose weights lie in `folder` (mapped from the files) or are given as
+    `tensors`, which must then outlive it. `threads` None is as many as this process may use. Raises
+    `ExecutorError` naming `what`."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # what goes wrong is raised; ONNX Runtime would also print it
+    options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
+    options.inter_op_num_threads = 1
+    options.enable_mem_pattern = False  # patterns are kept per input shape, and shapes never repeat here
+    # Threads spin inside a run, where the next operator follows at once, and sleep between runs.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    # Weights outside the arena: it would round their size up to a power of two.
+    options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+    if folder is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    if tensors:
+        element = {np.dtype(np.float32): 1, np.dtype(np.uint8): 2, np.dtype(np.int32): 6}
+        values = [
+            ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, element[array.dtype])
+            for array in tensors.values()
+        ]
+        options.add_external_initializers(list(tensors), values)
+    try:
+        return ort.InferenceSession(model, options, providers=list(providers))
+    except Exception as error:  # ONNX Runtime's own exception types, of no common base
+        raise ExecutorError(f"ONNX Runtime refused {what}: {first_line(error)}") from None
+
+
+def first_line(error: BaseException) -> str:
+    """An error's message on one line, without ONNX Runtime's source paths in front."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:400]
