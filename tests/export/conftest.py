@@ -1,7 +1,6 @@
 """Quantized models for the export tests: round to nearest in numpy, written from the definition and not with
 Nybble's quantizer."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nybble.models.config import spec_from_config
+from nybble.models.open import open_source
+from nybble.models.source import ModelSource
 from nybble.quant.model import QuantizedModel
 from nybble.quant.packing import QuantizedTensor, pack_rows
 from nybble.quant.recipe import Recipe
@@ -54,31 +54,34 @@ def rtn(weight: NDArray[np.float32], recipe: Recipe, seed: int) -> QuantizedTens
     )
 
 
-def quantize_folder(folder: Path, recipe: Recipe) -> QuantizedModel:
-    """The Hugging Face folder `folder` (one float32 file), quantized by `rtn`."""
-    from safetensors.numpy import load_file
-
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    spec = spec_from_config(config, "config.json")
-    weights = load_file(folder / "model.safetensors")
-    linears = [x.name for layer in range(spec.num_layers) for x in spec.linears(layer)]
+def quantize_source(source: ModelSource, recipe: Recipe) -> QuantizedModel:
+    """An opened model, quantized by `rtn`; its layer errors and calibration digest are made up."""
+    linears = [x.name for layer in range(source.spec.num_layers) for x in source.spec.linears(layer)]
     tensors: dict[str, QuantizedTensor | NDArray[np.float16]] = {}
-    for seed, name in enumerate(spec.tensors()):
-        weight = weights[name]
+    for seed, name in enumerate(source.spec.tensors()):
+        weight = source.tensor(name)
         tensors[name] = rtn(weight, recipe, seed) if name in linears else weight.astype(np.float16)
-    tokenizer = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     return QuantizedModel(
-        spec=spec,
-        config=config,
-        generation_config={"eos_token_id": [2]},
-        tokenizer_files={n: (folder / n).read_bytes() for n in tokenizer if (folder / n).is_file()},
+        spec=source.spec,
+        config=source.config,
+        generation_config=source.generation_config,
+        tokenizer_files=source.tokenizer_files,
         recipe=recipe,
-        origin=folder.name,
-        source_digest="5" * 64,
+        origin=source.origin,
+        source_digest=source.digest,
         tensors=tensors,
         layer_errors=dict.fromkeys(linears, 0.01),
         calibration_digest="c" * 64,
     )
+
+
+def quantize_with_rtn(src: str | Path, recipe: Recipe) -> QuantizedModel:
+    """What `open_source` opens, quantized by `rtn`."""
+    source = open_source(src)
+    try:
+        return quantize_source(source, recipe)
+    finally:
+        source.close()
 
 
 @pytest.fixture(scope="session")
@@ -89,12 +92,12 @@ def rtn_model(make_tiny_model: Callable[..., Path]) -> Callable[..., QuantizedMo
         family: str = "llama", config_overrides: dict[str, Any] | None = None, **recipe: Any
     ) -> QuantizedModel:
         folder = make_tiny_model(family, **(config_overrides or {}))
-        return quantize_folder(folder, Recipe(**{"group_size": 32, **recipe}))
+        return quantize_with_rtn(folder, Recipe(**{"group_size": 32, **recipe}))
 
     return make
 
 
 @pytest.fixture(scope="session")
-def quantize_with_rtn() -> Callable[[Path, Recipe], QuantizedModel]:
-    """`quantize_with_rtn(folder, recipe) -> QuantizedModel` for any one-file float32 folder."""
-    return quantize_folder
+def quantize_source_with_rtn() -> Callable[[str | Path, Recipe], QuantizedModel]:
+    """`quantize_source_with_rtn(src, recipe) -> QuantizedModel` for anything that `open_source` opens."""
+    return quantize_with_rtn

@@ -1,15 +1,16 @@
-"""Runs in GPTQModel's own environment: loads ARTIFACT with its torch backend on the CPU and compares it with
-REFERENCE, a Hugging Face folder of the dequantized weights in float32. Prints one line of JSON.
+"""Runs in GPTQModel's own environment: loads artifacts with its torch kernel on the CPU, and compares each
+with its reference, a Hugging Face folder of the dequantized weights in float32.
 
-python gptqmodel_script.py ARTIFACT REFERENCE TOKENS.npy LOADER
+python gptqmodel_script.py CASES.json
 
-TOKENS is int64 [windows, length]. LOADER is "gptqmodel" or "transformers" (whose GPTQ quantizer runs on
-GPTQModel).
+CASES holds objects with `artifact`, `reference`, `tokens` (an .npy of int64 [windows, length]) and `loader`:
+"gptqmodel", or "transformers" (whose GPTQ quantizer runs on GPTQModel). Prints a line of JSON for each.
 """
 
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 # Compiling the dequantization of each layer takes minutes and gives the same numbers.
@@ -25,46 +26,54 @@ def load(artifact: str, loader: str) -> Any:
         return AutoModelForCausalLM.from_pretrained(artifact, device_map="cpu", dtype=torch.float16).eval()
     from gptqmodel import BACKEND, GPTQModel
 
-    return GPTQModel.load(
-        artifact, backend=BACKEND.GPTQ_TORCH, device="cpu", dtype=torch.float16
-    ).model.eval()
+    loaded = GPTQModel.load(artifact, backend=BACKEND.GPTQ_TORCH, device="cpu", dtype=torch.float16)
+    return loaded.model.eval()
 
 
 @torch.inference_mode()
-def main(artifact: str, reference_folder: str, tokens_file: str, loader: str) -> dict[str, Any]:
-    torch.set_num_threads(2)
+def compare(artifact: str, reference: str, tokens: str, loader: str) -> dict[str, Any]:
     model = load(artifact, loader)
-    reference = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32).eval()
-    expected = dict(reference.named_modules())
+    expected = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32).eval()
+    layers = dict(expected.named_modules())
     quantized, different = 0, []
     for name, module in model.named_modules():
         if not hasattr(module, "qweight"):
             continue
         quantized += 1
-        # [in, out], which is the layer's own orientation.
-        weight = type(module).dequantize_weight(module).T
-        if not torch.equal(weight, expected[name].weight.half()):
+        # [in, out]: the layer multiplies from the right.
+        weight = module.dequantize_weight().T
+        if not torch.equal(weight, layers[name].weight.half()):
             different.append(name)
-        bias = expected[name].bias
+        bias = layers[name].bias
         if bias is not None and not torch.equal(module.bias, bias.half()):
             different.append(name + ".bias")
-    divergence, agreement, tokens = 0.0, 0, 0
-    for window in np.load(tokens_file):
+    divergence, agreement, count = 0.0, 0, 0
+    for window in np.load(tokens):
         ids = torch.from_numpy(window)[None]
-        ours = reference(ids).logits[0].double().log_softmax(-1)
-        theirs = model(ids).logits[0].double().log_softmax(-1)
-        divergence += float((ours.exp() * (ours - theirs)).sum())
+        ours = expected(ids).logits[0].log_softmax(-1)
+        theirs = model(ids).logits[0].float().log_softmax(-1)
+        divergence += float((ours.exp() * (ours - theirs)).sum(dtype=torch.float64))
         agreement += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
-        tokens += ids.numel()
+        count += ids.numel()
     return {
         "kernels": sorted({type(m).__name__ for m in model.modules() if hasattr(m, "qweight")}),
         "quantized_layers": quantized,
         "different_weights": different,
-        "kl": divergence / tokens,
-        "top1": agreement / tokens,
-        "tokens": tokens,
+        "kl": divergence / count,
+        "top1": agreement / count,
+        "tokens": count,
     }
 
 
+def main(cases_file: str) -> None:
+    torch.set_num_threads(2)
+    for case in json.loads(Path(cases_file).read_text(encoding="utf-8")):
+        try:
+            result = compare(**case)
+        except Exception as error:  # the test reports it
+            result = {"error": f"{type(error).__name__}: {error}"}
+        print("RESULT " + json.dumps(result), flush=True)
+
+
 if __name__ == "__main__":
-    print("RESULT " + json.dumps(main(*sys.argv[1:])))
+    main(sys.argv[1])

@@ -54,7 +54,7 @@ def test_an_opened_artifact_tells_what_was_written(whole: Path, rtn_model: Make)
     assert artifact.spec == model.spec
     assert artifact.formats == ("gptq", "onnx")
     assert artifact.digest == hashlib.sha256((whole / "nybble.json").read_bytes()).hexdigest()
-    assert artifact.generation_config == {"eos_token_id": [2]}
+    assert artifact.generation_config == model.generation_config
     assert artifact.tokenizer_files == model.tokenizer_files
     assert artifact.onnx_path == whole / "onnx" / "decoder.onnx"
     manifest = artifact.manifest
@@ -293,7 +293,7 @@ def test_an_export_killed_at_random_moments_leaves_the_previous_artifact(
         "spec = importlib.util.spec_from_file_location('helpers', sys.argv[1])\n"
         "helpers = importlib.util.module_from_spec(spec); spec.loader.exec_module(helpers)\n"
         "from nybble.export import write_artifact; from nybble.quant.recipe import Recipe\n"
-        "model = helpers.quantize_folder(Path(sys.argv[2]), Recipe(bits=8, group_size=32))\n"
+        "model = helpers.quantize_with_rtn(Path(sys.argv[2]), Recipe(bits=8, group_size=32))\n"
         "def progress(*call):\n"
         "    print('step', flush=True)\n"
         "    sys.stdin.readline()\n"

@@ -1,0 +1,141 @@
+"""GPTQModel, and transformers on top of it, load the GPTQ half unchanged and compute the same.
+
+NYBBLE_GPTQMODEL_PYTHON names the python of an environment with gptqmodel (and optimum, for transformers):
+
+    python3.11 -m venv ENV && ENV/bin/pip install torch==2.13.0 setuptools wheel
+    ENV/bin/pip install --no-build-isolation -c constraints.txt gptqmodel optimum transformers==5.24.0
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nybble.export import write_artifact
+from nybble.quant.model import QuantizedModel
+from nybble.quant.packing import QuantizedTensor
+from nybble.quant.recipe import Recipe
+
+SCRIPT = Path(__file__).with_name("gptqmodel_script.py")
+PYTHON = os.environ.get("NYBBLE_GPTQMODEL_PYTHON", "")
+
+pytestmark = [
+    pytest.mark.interop,
+    pytest.mark.skipif(not PYTHON, reason="NYBBLE_GPTQMODEL_PYTHON is not set"),
+]
+
+TINY: dict[str, dict[str, Any]] = {
+    "4 bits, group 32": {},
+    "8 bits": {"bits": 8},
+    "a group per row": {"group_size": -1},
+    "group 64, the last of 96 is short": {"group_size": 64},
+    "group 128, shorter rows": {"group_size": 128, "bits": 8},
+    "desc_act": {"act_order": "dynamic"},
+    "desc_act, short group": {"act_order": "dynamic", "group_size": 64},
+    "asymmetric": {"symmetric": False},
+    "asymmetric, 8 bits, desc_act": {"symmetric": False, "bits": 8, "act_order": "dynamic"},
+    "gptq_v2": {"checkpoint_format": "gptq_v2"},
+    "qwen2, biases": {"family": "qwen2"},
+    "qwen3": {"family": "qwen3"},
+    "tied": {"config_overrides": {"tie_word_embeddings": True}},
+    "shards": {"shard_limit": 60_000},
+    "transformers": {"loader": "transformers"},
+    "transformers, asymmetric": {"loader": "transformers", "symmetric": False},
+    "transformers, desc_act": {"loader": "transformers", "act_order": "dynamic"},
+}
+
+
+def write_reference(model: QuantizedModel, folder: Path) -> None:
+    """A Hugging Face folder of what the artifact's numbers stand for, in float32."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    tensors = {
+        name: t.dequantize() if isinstance(t, QuantizedTensor) else t.astype(np.float32)
+        for name, t in model.tensors.items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {**model.config, "dtype": "float32", "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def run_cases(cases: list[dict[str, str]], folder: Path) -> list[dict[str, Any]]:
+    cases_file = folder / "cases.json"
+    cases_file.write_text(json.dumps(cases), encoding="utf-8")
+    environment = {**os.environ, "GPTQMODEL_CPU_WORKERS": "2", "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(
+        [PYTHON, str(SCRIPT), str(cases_file)],
+        capture_output=True, text=True, env=environment, cwd=folder, check=False,
+    )  # fmt: skip
+    results = [
+        json.loads(x.removeprefix("RESULT ")) for x in run.stdout.splitlines() if x.startswith("RESULT ")
+    ]
+    assert len(results) == len(cases), run.stdout[-2000:] + run.stderr[-4000:]
+    return results
+
+
+@pytest.fixture(scope="module")
+def tiny_results(
+    rtn_model: Callable[..., QuantizedModel], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("interop")
+    np.save(folder / "tokens.npy", np.random.default_rng(0).integers(3, 512, (4, 64)))
+    cases = []
+    for number, settings in enumerate(TINY.values()):
+        settings = dict(settings)
+        loader = settings.pop("loader", "gptqmodel")
+        writer = {k: settings.pop(k) for k in ("checkpoint_format", "shard_limit") if k in settings}
+        model = rtn_model(**settings)
+        write_artifact(model, folder / f"artifact-{number}", formats=["gptq"], **writer)
+        write_reference(model, folder / f"reference-{number}")
+        cases.append(
+            {
+                "artifact": str(folder / f"artifact-{number}"),
+                "reference": str(folder / f"reference-{number}"),
+                "tokens": str(folder / "tokens.npy"),
+                "loader": loader,
+            }
+        )
+    return dict(zip(TINY, run_cases(cases, folder), strict=True))
+
+
+@pytest.mark.parametrize("case", TINY)
+def test_it_dequantizes_the_same_weights_and_computes_the_same(
+    tiny_results: dict[str, dict[str, Any]], case: str
+) -> None:
+    result = tiny_results[case]
+    assert "error" not in result, result["error"]
+    assert result["quantized_layers"] == 14
+    assert result["different_weights"] == []
+    assert result["kl"] < 1e-4
+
+
+def test_smollm2_in_its_fp16_agrees_with_our_dequantized_weights(
+    quantize_source_with_rtn: Callable[..., QuantizedModel], tmp_path: Path
+) -> None:
+    from pydoc_data.topics import topics
+
+    from tokenizers import Tokenizer
+
+    model = quantize_source_with_rtn("smollm2", Recipe(group_size=64))
+    write_artifact(model, tmp_path / "artifact", formats=["gptq"])
+    write_reference(model, tmp_path / "reference")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "artifact" / "tokenizer.json"))
+    text = "".join(topics[name] for name in sorted(topics))[:100_000]
+    ids = tokenizer.encode(text, add_special_tokens=False).ids[: 8 * 512]
+    np.save(tmp_path / "tokens.npy", np.array(ids, np.int64).reshape(8, 512))
+    case = {name: str(tmp_path / name) for name in ("artifact", "reference")}
+    case |= {"tokens": str(tmp_path / "tokens.npy"), "loader": "gptqmodel"}
+    (result,) = run_cases([case], tmp_path)
+    assert "error" not in result, result["error"]
+    assert result["kernels"] == ["TorchLinear"]
+    assert result["quantized_layers"] == 210
+    assert result["different_weights"] == []
+    assert result["tokens"] == 4096
+    assert result["kl"] < 1e-3
+    assert result["top1"] >= 0.99
