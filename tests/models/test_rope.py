@@ -44,7 +44,7 @@ PARAMETERS: list[dict[str, Any]] = [
     {**YARN, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 0.0},
     {**YARN, "rope_theta": 10000.0, "factor": None},
     # Correction ranges that reach past the last dimension, or before the first.
-    {**YARN, "rope_theta": 50.0, "original_max_position_embeddings": 65536},
+    {**YARN, "rope_theta": 10.0},
     {**YARN, "rope_theta": 10000.0, "original_max_position_embeddings": 16},
     {**YARN, "rope_theta": 10000.0, "original_max_position_embeddings": 4},
     {"rope_type": "yarn", "factor": 0.5, "rope_theta": 10000.0},
