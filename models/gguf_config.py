@@ -194,7 +194,8 @@ def llama3_factors(
     """What Llama 3.1's published scaling divides each frequency by, [head_dim / 2] float64."""
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = (original / wavelength - low) / (high - low)
-    blended = 1 / ((1 - smooth) / factor + smooth)
+    with np.errstate(all="ignore"):  # outside the blended region, where it is not used
+        blended = 1 / ((1 - smooth) / factor + smooth)
     return np.where(wavelength < original / high, 1.0, np.where(wavelength > original / low, factor, blended))
 
 
@@ -208,7 +209,7 @@ def _llama3_scaling(
         raise ModelFormatError(f"{where} has shape {factors.shape}; expected ({head_dim // 2},)")
     if (factors == 1).all():
         return None
-    factor = float(factors.max())
+    factor = float(f"{factors.max():.6g}")
     if theta > 0 and math.isfinite(factor) and factor > 0:
         for original in _ORIGINAL_CONTEXTS:
             if np.allclose(factors, llama3_factors(theta, head_dim, factor, 1.0, 4.0, original), rtol=1e-5):

@@ -96,8 +96,8 @@ class GgufSource:
         # Conversion to GGUF interleaves the halves of each q and k head for the llama architecture only.
         self._permuted = meta.text("general.architecture") == "llama"
         self._check_tensors()
-        self.generation_config: dict[str, Any] = generation_config(meta)
         self.tokenizer_files: Mapping[str, bytes] = tokenizer_files(meta, self.spec.vocab_size)
+        self.generation_config: dict[str, Any] = generation_config(meta)
 
     def __enter__(self) -> Self:
         return self

@@ -257,8 +257,8 @@ def _merges_from_scores(meta: Metadata, tokens: list[str], types: list[int]) -> 
         if score != score or unions.setdefault(score, token) != token:
             other = unions.get(score, "")
             raise UnsupportedModelError(
-                f"{meta.where}: the tokens {other[:40]!r} and {token[:40]!r} have the score {score}, which leaves "
-                "their merges without an order"
+                f"{meta.where}: the tokens {other[:40]!r} and {token[:40]!r} have the score {score}, which "
+                "leaves their merges without an order"
             )
         merges += [(-score, len(right), left, right) for left, right in pairs]
     return [(left, right) for *_, left, right in sorted(merges)]

