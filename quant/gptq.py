@@ -54,16 +54,19 @@ def quantize_gptq(
     group_size = resolved_group_size(recipe, hessian.shape[0])
     stacked = torch.cat([weight.T for weight in weights], dim=1)
     try:
-        codes, scale, zero, permutation = _quantize_columns(stacked, hessian, recipe, group_size, label)
+        codes, scale, zero, permutation = _quantize_columns(stacked, hessian, recipe, group_size)
     except QuantizationError as error:
         raise QuantizationError(f"{label}: {error}") from None
-    sizes = [weight.shape[0] for weight in weights]
-    pieces = zip(codes.split(sizes, 1), scale.split(sizes, 1), zero.split(sizes, 1), strict=True)
-    return [pack(c, s, z, recipe, group_size, permutation) for c, s, z in pieces]
+    results, start = [], 0
+    for weight in weights:
+        part = slice(start, start + weight.shape[0])
+        results.append(pack(codes[:, part], scale[:, part], zero[:, part], recipe, group_size, permutation))
+        start = part.stop
+    return results
 
 
 def _quantize_columns(
-    weight: "Tensor", hessian: "Tensor", recipe: Recipe, group_size: int, label: str
+    weight: "Tensor", hessian: "Tensor", recipe: Recipe, group_size: int
 ) -> "tuple[Tensor, Tensor, Tensor, Tensor | None]":
     """Codes [in, out] uint8 in stored order, scales and zeros [groups, out], and the permutation of
     `desc_act`, for a weight [in, out] that may be overwritten."""
@@ -129,7 +132,8 @@ def inverse_factor(hessian: "Tensor", damp: float) -> "Tensor":
         lower, info = torch.linalg.cholesky_ex(damped)
         if int(info) == 0 and bool(torch.isfinite(lower).all()):
             identity = torch.eye(len(lower))
-            return torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
+            factor: Tensor = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
+            return factor
     raise QuantizationError(
         f"its Hessian cannot be factored, even with damping {damp * 10**DAMP_RETRIES:g}; "
         "more calibration text helps"

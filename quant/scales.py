@@ -11,8 +11,8 @@ from ..errors import QuantizationError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Shares of the full range that the clipping search tries, widest first: a tie keeps the widest.
-CLIP_GRID = tuple(1 - 0.04 * i for i in range(16))
+# Shares of the full range that the clipping search tries beside the whole; a tie keeps the widest.
+CLIP_GRID = tuple(1 - 0.04 * i for i in range(1, 16))
 SMALLEST_SCALE = 2.0**-24  # float16's smallest positive number
 
 
@@ -35,27 +35,28 @@ def group_scales(
         full = torch.maximum(-low, high) / (top / 2)
     else:
         full = torch.maximum((high - low) / top, high / (top - 1))
-    best_scale = best_zero = best_error = None
-    for share in CLIP_GRID if clip_search else (1.0,):
+
+    def candidate(share: float) -> "tuple[Tensor, Tensor]":
         scale = (full * share).half().float().clamp_(min=SMALLEST_SCALE)
         scale = torch.where(full == 0, 1.0, scale)
-        zero = torch.full_like(scale, (top + 1) / 2)
-        if not symmetric:
-            torch.round(-low * share / scale, out=zero).clamp_(1, top)
-        if not clip_search:
-            best_scale, best_zero = scale, zero
-            break
-        error = round_to_grid(weight, scale, zero, top).sub_(zero).mul_(scale).sub_(weight).square_()
-        error = error.sum(0) if importance is None else importance @ error
-        if best_error is None:
-            best_scale, best_zero, best_error = scale, zero, error
-            continue
-        better = error < best_error
-        best_scale = torch.where(better, scale, best_scale)
-        best_zero = torch.where(better, zero, best_zero)
-        best_error = torch.where(better, error, best_error)
-    assert best_scale is not None
-    assert best_zero is not None
+        if symmetric:
+            return scale, torch.full_like(scale, (top + 1) / 2)
+        return scale, torch.round(-low * share / scale).clamp_(1, top)
+
+    def error(scale: "Tensor", zero: "Tensor") -> "Tensor":
+        squares = round_to_grid(weight, scale, zero, top).sub_(zero).mul_(scale).sub_(weight).square_()
+        return squares.sum(0) if importance is None else importance @ squares
+
+    best_scale, best_zero = candidate(1.0)
+    if clip_search:
+        best_error = error(best_scale, best_zero)
+        for share in CLIP_GRID:
+            scale, zero = candidate(share)
+            found = error(scale, zero)
+            better = found < best_error
+            best_error = torch.where(better, found, best_error)
+            best_scale = torch.where(better, scale, best_scale)
+            best_zero = torch.where(better, zero, best_zero)
     if not torch.isfinite(best_scale).all():
         raise QuantizationError(
             f"a group reaches {float(weight.abs().max()):g}; its scale leaves float16's range"
