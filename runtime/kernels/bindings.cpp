@@ -6,6 +6,10 @@
 
 namespace nb = nanobind;
 
+namespace nybble {
+void bind_decoder(nb::module_& m);
+}
+
 static nb::dict cpu_info_dict() {
     const nybble::CpuInfo info = nybble::cpu_info();
     nb::list isa, caches;
@@ -29,4 +33,5 @@ static nb::dict cpu_info_dict() {
 NB_MODULE(_kernels, m) {
     m.doc() = "Nybble's C++ code.";
     m.def("cpu_info", &cpu_info_dict, "What this CPU is: its brand, usable instruction sets and caches.");
+    nybble::bind_decoder(m);
 }

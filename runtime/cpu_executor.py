@@ -1,0 +1,227 @@
+"""`CpuExecutor`: the decoder in C++ kernels, one call a step. A row's logits depend on its sequence's tokens,
+the weights and the KV type, and on nothing else: not the batch, the chunks, the threads or the pages."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ExecutorError, MissingDependencyError, SettingError, UnsupportedModelError
+from ..export.weights import LogicalWeights
+from ..models.spec import ModelSpec
+from ..quant.packing import QuantizedTensor
+from .batch import Batch
+from .executor import KvDtype, KvLayout
+from .packed_weights import PackedLinear, pack
+
+PAGE_SIZE = 16
+KV_TYPES: dict[KvDtype, int] = {"f32": 0, "f16": 1, "int8": 2}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}
+DIMENSIONS = {
+    "token_ids": 1,
+    "cu_seqlens": 1,
+    "past_lens": 1,
+    "block_table": 3,
+    "slot_mapping": 2,
+    "logit_rows": 1,
+}
+
+
+class CpuExecutor:
+    """Runs a quantized model on the processor. The weights are repacked tensor by tensor, so that no more
+    than one of them is held twice."""
+
+    def __init__(
+        self, weights: LogicalWeights, *, threads: int, max_position: int | None = None, isa: str = ""
+    ) -> None:
+        """`threads` counts the calling one. `max_position` is the longest context that will be used, in
+        tokens, the model's by default. `isa` forces a set of kernels ("avx512vnni", "avx2", "scalar", ...);
+        by default the best this CPU has."""
+        try:
+            from .. import _kernels
+        except ImportError:
+            raise MissingDependencyError(
+                "executor 'cpu' needs the C++ kernels, which this installation was built without; "
+                "reinstall nybble where a C++ compiler is found, or use executor 'ort'"
+            ) from None
+        self._spec = weights.spec
+        self._layout: KvLayout | None = None
+        try:
+            builder = _kernels.DecoderBuilder(_config(weights.spec, max_position))
+            self._load(builder, weights)
+            self._decoder: Any = _kernels.Decoder(builder, threads, isa)
+        except ValueError as error:
+            raise SettingError(str(error)) from None
+        self._logits = np.empty((1, self._decoder.logit_stride), np.float32)
+
+    def _load(self, builder: Any, weights: LogicalWeights) -> None:
+        spec = self._spec
+        for layer in range(spec.num_layers):
+            for index, linear in enumerate(spec.linears(layer)):
+                tensor = _quantized(weights, linear.name)
+                packed = pack(tensor)
+                bias = _floats(weights, linear.bias_name) if linear.bias else None
+                builder.set_linear(
+                    layer, index, packed.tiles, packed.bits, packed.kind, packed.slices_per_group, bias,
+                    tensor.permutation,
+                )  # fmt: skip
+            prefix = spec.layer_prefix(layer)
+            q, k = (
+                _floats(weights, f"{prefix}self_attn.{x}_norm.weight") if spec.qk_norm else None for x in "qk"
+            )
+            builder.set_norms(
+                layer,
+                _floats(weights, prefix + "input_layernorm.weight"),
+                _floats(weights, prefix + "post_attention_layernorm.weight"),
+                q,
+                k,
+            )
+        embedding = _ends(weights, spec.embedding_name)
+        head = embedding if spec.tied_embeddings else _ends(weights, spec.head_name)
+        builder.set_ends(
+            _floats(weights, spec.final_norm_name),
+            embedding.tiles, embedding.slices_per_group, head.tiles, head.slices_per_group,
+        )  # fmt: skip
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def isa(self) -> str:
+        """The set of kernels in use."""
+        return str(self._decoder.isa)
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        if self._layout is None:
+            raise ExecutorError("the cache has not been allocated; call allocate_kv first")
+        return self._layout
+
+    def allocate_kv(self, num_blocks: int, page_size: int = PAGE_SIZE, kv_dtype: KvDtype = "f16") -> None:
+        """A zeroed cache of `num_blocks` pages of 16 tokens. Raises `SettingError` for another page size."""
+        if page_size != PAGE_SIZE:
+            raise SettingError(f"page_size is {page_size}; executor 'cpu' has pages of {PAGE_SIZE} tokens")
+        if kv_dtype not in KV_TYPES:
+            raise SettingError(f"kv_dtype is {kv_dtype!r}; expected one of {', '.join(KV_TYPES)}")
+        self._decoder.allocate_kv(num_blocks, KV_TYPES[kv_dtype])
+        self._layout = KvLayout(num_blocks, page_size, kv_dtype, self._decoder.bytes_per_block)
+
+    def reserve(self, tokens: int, sequences: int) -> None:
+        """Buffers for steps of up to `tokens` tokens of `sequences` sequences: such a step allocates none."""
+        self._decoder.reserve(tokens, sequences, sequences)
+        if len(self._logits) < sequences:
+            self._logits = np.empty((sequences, self._decoder.logit_stride), np.float32)
+
+    def step(self, batch: Batch) -> NDArray[np.float32]:
+        """Logits [R, vocab] float32, valid until the next step. Raises `ExecutorError`, naming the array, for
+        one that breaks the contract."""
+        rows = len(batch.logit_rows)
+        if rows > len(self._logits):
+            self._logits = np.empty((rows, self._decoder.logit_stride), np.float32)
+        try:
+            self._decoder.step(
+                batch.token_ids,
+                batch.cu_seqlens,
+                batch.past_lens,
+                batch.block_table,
+                batch.slot_mapping,
+                batch.logit_rows,
+                self._logits,
+            )
+        except (ValueError, TypeError) as error:
+            raise ExecutorError(_contract_error(batch, error)) from None
+        return self._logits[:rows, : self._spec.vocab_size]
+
+    def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32]) -> None:
+        self._pages(lambda: self._decoder.copy_blocks(src, dst))
+
+    def read_blocks(self, ids: NDArray[np.int32]) -> bytes:
+        data = self._pages(lambda: self._decoder.read_blocks(ids))
+        return bytes(data)
+
+    def write_blocks(self, ids: NDArray[np.int32], data: bytes) -> None:
+        self._pages(lambda: self._decoder.write_blocks(ids, data))
+
+    def _pages(self, call: Any) -> Any:
+        try:
+            return call()
+        except (ValueError, TypeError) as error:
+            raise ExecutorError(str(error).splitlines()[0]) from None
+
+    def close(self) -> None:
+        """Ends the threads and frees weights and cache. May be called again."""
+        self._decoder = None
+        self._layout = None
+
+
+def _config(spec: ModelSpec, max_position: int | None) -> dict[str, Any]:
+    if spec.activation not in ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"activation {spec.activation!r} is not supported by executor 'cpu'; "
+            f"supported: {', '.join(ACTIVATIONS)}"
+        )
+    windows = spec.sliding_windows or (None,) * spec.num_layers
+    groups = list(dict.fromkeys(windows))
+    return {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_layers": spec.num_layers,
+        "num_heads": spec.num_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "max_position": max_position or spec.max_position,
+        "norm_eps": spec.norm_eps,
+        "activation": ACTIVATIONS[spec.activation],
+        "attention_softcap": spec.attention_softcap or 0.0,
+        "logit_softcap": spec.logit_softcap or 0.0,
+        "embedding_scale": spec.embedding_scale,
+        "softmax_scale": spec.softmax_scale,
+        "inv_freq": spec.rope.inv_freq().tolist(),
+        "rope_attention_factor": spec.rope.attention_factor,
+        "window_of_layer": [w or 0 for w in windows],
+        "group_of_layer": [groups.index(w) for w in windows],
+        "num_groups": len(groups),
+    }
+
+
+def _quantized(weights: LogicalWeights, name: str) -> QuantizedTensor:
+    tensor = weights.tensor(name)
+    if not isinstance(tensor, QuantizedTensor):
+        raise UnsupportedModelError(
+            f"tensor {name} is not quantized; executor 'cpu' runs quantized models only"
+        )
+    return tensor
+
+
+def _floats(weights: LogicalWeights, name: str) -> NDArray[np.float32]:
+    tensor = weights.tensor(name)
+    assert not isinstance(tensor, QuantizedTensor)
+    return np.ascontiguousarray(tensor, np.float32)
+
+
+def _ends(weights: LogicalWeights, name: str) -> PackedLinear:
+    """The embedding or the head: 8 bits, symmetric."""
+    tensor = _quantized(weights, name)
+    if tensor.bits != 8 or tensor.zeros is not None or tensor.permutation is not None:
+        raise UnsupportedModelError(f"tensor {name} is not 8-bit symmetric, as embedding and head are")
+    return pack(tensor)
+
+
+def _contract_error(batch: Batch, error: Exception) -> str:
+    """The binding's message, or, where it only says that a type does not match, which array it is."""
+    if isinstance(error, ValueError):
+        return str(error)
+    for name, expected in DIMENSIONS.items():
+        array: Any = getattr(batch, name)
+        if not isinstance(array, np.ndarray) or array.dtype != np.int32 or array.ndim != expected:
+            kind = (
+                f"{array.dtype} {list(array.shape)}"
+                if isinstance(array, np.ndarray)
+                else type(array).__name__
+            )
+            return f"{name} is {kind}; expected int32 with {expected} dimensions"
+        if not array.flags.c_contiguous:
+            return f"{name} is not contiguous"
+    return str(error).splitlines()[0]

@@ -1,0 +1,368 @@
+// The decoder's Python face. Every array is checked here; nothing in the kernels checks again.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "decoder.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace nybble {
+namespace {
+
+using Ints1 = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Ints3 = nb::ndarray<const int32_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using Floats1 = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats2 = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using FloatsOut = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Tiles = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+[[noreturn]] void fail(const std::string& argument, const std::string& problem) {
+    throw nb::value_error((argument + " " + problem).c_str());
+}
+
+void check_range(const char* argument, const int32_t* values, size_t count, int low, int high) {
+    for (size_t i = 0; i < count; ++i) {
+        if (values[i] < low || values[i] >= high) {
+            fail(argument, "holds " + std::to_string(values[i]) + " at index " + std::to_string(i) +
+                               "; expected " + std::to_string(low) + " to " + std::to_string(high - 1));
+        }
+    }
+}
+
+void check_size(const char* argument, size_t found, size_t expected) {
+    if (found != expected) {
+        fail(argument, "has " + std::to_string(found) + " entries; expected " + std::to_string(expected));
+    }
+}
+
+PackedLinear packed_linear(const char* name, const Tiles& tiles, int rows, int columns, int bits, int kind,
+                           int slices_per_group) {
+    if (rows < 1 || columns < 1 || (bits != 4 && bits != 8) || kind < 0 || kind > 2 || slices_per_group < 1 ||
+        (kind == static_cast<int>(WeightKind::kMinimum) && bits != 4)) {
+        fail(name, "has a shape or kind that no tile expresses");
+    }
+    PackedLinear w{tiles.data(), rows, columns, bits, static_cast<WeightKind>(kind), slices_per_group};
+    check_size(name, tiles.size(), w.bytes());
+    return w;
+}
+
+std::vector<float> padded(const Floats1& values, size_t expected, const char* name) {
+    check_size(name, values.size(), expected);
+    std::vector<float> result(round_up(static_cast<int>(expected), kSlice), 0.0f);
+    std::copy(values.data(), values.data() + expected, result.begin());
+    return result;
+}
+
+// Collects weights layer by layer from Python, keeping the arrays they point into alive.
+class Builder {
+  public:
+    Builder(const nb::dict& config) {
+        const auto integer = [&](const char* key) { return nb::cast<int>(config[key]); };
+        const auto real = [&](const char* key) { return nb::cast<float>(config[key]); };
+        c_.vocab_size = integer("vocab_size");
+        c_.hidden_size = integer("hidden_size");
+        c_.intermediate_size = integer("intermediate_size");
+        c_.num_layers = integer("num_layers");
+        c_.num_heads = integer("num_heads");
+        c_.num_kv_heads = integer("num_kv_heads");
+        c_.head_dim = integer("head_dim");
+        c_.max_position = integer("max_position");
+        c_.norm_eps = real("norm_eps");
+        c_.activation = static_cast<Activation>(integer("activation"));
+        c_.attention_softcap = real("attention_softcap");
+        c_.logit_softcap = real("logit_softcap");
+        c_.embedding_scale = real("embedding_scale");
+        c_.softmax_scale = real("softmax_scale");
+        c_.inv_freq = nb::cast<std::vector<float>>(config["inv_freq"]);
+        c_.rope_attention_factor = real("rope_attention_factor");
+        c_.window_of_layer = nb::cast<std::vector<int>>(config["window_of_layer"]);
+        c_.group_of_layer = nb::cast<std::vector<int>>(config["group_of_layer"]);
+        c_.num_groups = integer("num_groups");
+        const int sizes[] = {c_.vocab_size, c_.hidden_size,  c_.intermediate_size,
+                             c_.num_layers, c_.num_heads,    c_.num_kv_heads,
+                             c_.head_dim,   c_.max_position, c_.num_groups};
+        for (int size : sizes) {
+            if (size < 1) fail("config", "has a size under 1");
+        }
+        if (c_.num_heads % c_.num_kv_heads != 0) fail("config", "has heads that do not divide into groups");
+        if (c_.head_dim > 512) fail("config", "has head_dim over 512");
+        if (2 * c_.inv_freq.size() > static_cast<size_t>(c_.head_dim))
+            fail("inv_freq", "is longer than half a head");
+        check_size("window_of_layer", c_.window_of_layer.size(), c_.num_layers);
+        check_size("group_of_layer", c_.group_of_layer.size(), c_.num_layers);
+        check_range("group_of_layer", c_.group_of_layer.data(), c_.group_of_layer.size(), 0, c_.num_groups);
+        w_.layers.resize(c_.num_layers);
+        set_.resize(static_cast<size_t>(c_.num_layers) * kLinearCount);
+    }
+
+    void set_linear(int layer, int index, const Tiles& tiles, int bits, int kind, int slices_per_group,
+                    const nb::object& bias, const nb::object& permutation) {
+        if (layer < 0 || layer >= c_.num_layers || index < 0 || index >= kLinearCount)
+            fail("layer", "is out of range");
+        const int q = c_.num_heads * c_.head_dim, kv = c_.num_kv_heads * c_.head_dim;
+        const int rows[] = {
+            q, kv, kv, c_.hidden_size, c_.intermediate_size, c_.intermediate_size, c_.hidden_size};
+        const int columns[] = {c_.hidden_size, c_.hidden_size, c_.hidden_size,      q,
+                               c_.hidden_size, c_.hidden_size, c_.intermediate_size};
+        LayerWeights& w = w_.layers[layer];
+        w.linears[index] =
+            packed_linear("tiles", tiles, rows[index], columns[index], bits, kind, slices_per_group);
+        if (!bias.is_none()) w.biases[index] = padded(nb::cast<Floats1>(bias), rows[index], "bias");
+        if (!permutation.is_none()) {
+            const Ints1 p = nb::cast<Ints1>(permutation);
+            check_size("permutation", p.size(), columns[index]);
+            check_range("permutation", p.data(), p.size(), 0, columns[index]);
+            w.permutations[index].assign(p.data(), p.data() + p.size());
+        }
+        keep_.push_back(nb::cast(tiles));
+        set_[static_cast<size_t>(layer) * kLinearCount + index] = true;
+    }
+
+    void set_norms(int layer, const Floats1& input, const Floats1& post, const nb::object& q,
+                   const nb::object& k) {
+        if (layer < 0 || layer >= c_.num_layers) fail("layer", "is out of range");
+        LayerWeights& w = w_.layers[layer];
+        w.input_norm = padded(input, c_.hidden_size, "input_norm");
+        w.post_norm = padded(post, c_.hidden_size, "post_norm");
+        if (!q.is_none()) w.q_norm = padded(nb::cast<Floats1>(q), c_.head_dim, "q_norm");
+        if (!k.is_none()) w.k_norm = padded(nb::cast<Floats1>(k), c_.head_dim, "k_norm");
+    }
+
+    void set_ends(const Floats1& norm, const Tiles& embedding, int embedding_slices, const Tiles& head,
+                  int head_slices) {
+        w_.final_norm = padded(norm, c_.hidden_size, "final_norm");
+        w_.embedding =
+            packed_linear("embedding", embedding, c_.vocab_size, c_.hidden_size, 8, 0, embedding_slices);
+        w_.head = packed_linear("head", head, c_.vocab_size, c_.hidden_size, 8, 0, head_slices);
+        keep_.push_back(nb::cast(embedding));
+        keep_.push_back(nb::cast(head));
+    }
+
+    const DecoderConfig& config() const { return c_; }
+
+    DecoderWeights take(std::vector<nb::object>& keep) {
+        for (size_t i = 0; i < set_.size(); ++i) {
+            if (!set_[i]) fail("layer " + std::to_string(i / kLinearCount), "lacks a linear layer");
+        }
+        for (const LayerWeights& layer : w_.layers) {
+            if (layer.input_norm.empty()) fail("norms", "are missing");
+        }
+        if (w_.final_norm.empty()) fail("final_norm", "is missing");
+        keep = std::move(keep_);
+        return std::move(w_);
+    }
+
+  private:
+    DecoderConfig c_;
+    DecoderWeights w_;
+    std::vector<bool> set_;
+    std::vector<nb::object> keep_;
+};
+
+class PyDecoder {
+  public:
+    PyDecoder(Builder& builder, int threads, const std::string& isa) {
+        if (threads < 1 || threads > 1024)
+            fail("threads", "is " + std::to_string(threads) + "; expected 1 to 1024");
+        DecoderWeights weights = builder.take(keep_);
+        decoder_ =
+            std::make_unique<Decoder>(builder.config(), std::move(weights), threads, select_kernels(isa));
+    }
+
+    void allocate_kv(int num_blocks, int type) {
+        if (num_blocks < 1) fail("num_blocks", "is " + std::to_string(num_blocks) + "; expected at least 1");
+        if (type < 0 || type > 2) fail("kv_dtype", "is unknown");
+        decoder_->allocate_kv(num_blocks, static_cast<KvType>(type));
+    }
+
+    void reserve(int tokens, int sequences, int rows) { decoder_->reserve(tokens, sequences, rows); }
+
+    void step(const Ints1& token_ids, const Ints1& cu_seqlens, const Ints1& past_lens,
+              const Ints3& block_table, const Ints2& slot_mapping, const Ints1& logit_rows,
+              const FloatsOut& logits) {
+        const DecoderConfig& c = decoder_->config();
+        if (decoder_->num_blocks() == 0) fail("cache", "has not been allocated");
+        StepInput in{};
+        in.tokens = static_cast<int>(token_ids.size());
+        in.sequences = static_cast<int>(past_lens.size());
+        in.rows = static_cast<int>(logit_rows.size());
+        in.max_blocks = static_cast<int>(block_table.shape(2));
+        check_size("cu_seqlens", cu_seqlens.size(), past_lens.size() + 1);
+        check_range("token_ids", token_ids.data(), token_ids.size(), 0, c.vocab_size);
+        if (block_table.shape(0) != static_cast<size_t>(c.num_groups) ||
+            block_table.shape(1) != past_lens.size()) {
+            fail("block_table", "has the wrong number of groups or sequences");
+        }
+        if (slot_mapping.shape(0) != static_cast<size_t>(c.num_groups) ||
+            slot_mapping.shape(1) != token_ids.size()) {
+            fail("slot_mapping", "has the wrong number of groups or tokens");
+        }
+        check_range("block_table", block_table.data(), block_table.size(), -1, decoder_->num_blocks());
+        check_range("slot_mapping", slot_mapping.data(), slot_mapping.size(), -1,
+                    decoder_->num_blocks() * kPageTokens);
+        check_range("logit_rows", logit_rows.data(), logit_rows.size(), 0, in.tokens);
+        check_range("past_lens", past_lens.data(), past_lens.size(), 0, c.max_position);
+        check_sequences(c, cu_seqlens.data(), past_lens.data(), block_table.data(), in);
+        if (logits.shape(0) < logit_rows.size() ||
+            logits.shape(1) != static_cast<size_t>(decoder_->logit_stride())) {
+            fail("logits", "has the wrong shape");
+        }
+        in.token_ids = token_ids.data();
+        in.cu_seqlens = cu_seqlens.data();
+        in.past_lens = past_lens.data();
+        in.block_table = block_table.data();
+        in.slot_mapping = slot_mapping.data();
+        in.logit_rows = logit_rows.data();
+        nb::gil_scoped_release release;
+        decoder_->step(in, logits.data());
+    }
+
+    void copy_blocks(const Ints1& src, const Ints1& dst) {
+        check_size("dst", dst.size(), src.size());
+        check_range("src", src.data(), src.size(), 0, decoder_->num_blocks());
+        check_range("dst", dst.data(), dst.size(), 0, decoder_->num_blocks());
+        const size_t bytes = decoder_->kv_shape().page_bytes();
+        for (int layer = 0; layer < decoder_->config().num_layers; ++layer) {
+            uint8_t* pages = decoder_->pages(layer);
+            for (size_t i = 0; i < src.size(); ++i) {
+                std::memmove(pages + dst.data()[i] * bytes, pages + src.data()[i] * bytes, bytes);
+            }
+        }
+    }
+
+    // Page after page, each with its layers in order.
+    nb::bytes read_blocks(const Ints1& ids) const {
+        check_range("ids", ids.data(), ids.size(), 0, decoder_->num_blocks());
+        const size_t bytes = decoder_->kv_shape().page_bytes(), layers = decoder_->config().num_layers;
+        std::string data(ids.size() * layers * bytes, '\0');
+        char* out = data.data();
+        for (size_t i = 0; i < ids.size(); ++i) {
+            for (size_t layer = 0; layer < layers; ++layer, out += bytes) {
+                std::memcpy(out, decoder_->pages(static_cast<int>(layer)) + ids.data()[i] * bytes, bytes);
+            }
+        }
+        return nb::bytes(data.data(), data.size());
+    }
+
+    void write_blocks(const Ints1& ids, const nb::bytes& data) {
+        check_range("ids", ids.data(), ids.size(), 0, decoder_->num_blocks());
+        const size_t bytes = decoder_->kv_shape().page_bytes(), layers = decoder_->config().num_layers;
+        check_size("data", data.size(), ids.size() * layers * bytes);
+        const char* in = data.c_str();
+        for (size_t i = 0; i < ids.size(); ++i) {
+            for (size_t layer = 0; layer < layers; ++layer, in += bytes) {
+                std::memcpy(decoder_->pages(static_cast<int>(layer)) + ids.data()[i] * bytes, in, bytes);
+            }
+        }
+    }
+
+    int logit_stride() const { return decoder_->logit_stride(); }
+    size_t bytes_per_block() const {
+        return decoder_->kv_shape().page_bytes() * decoder_->config().num_layers;
+    }
+    std::string isa() const { return decoder_->kernels().name; }
+    int threads() const { return decoder_->threads(); }
+
+  private:
+    // Each sequence has tokens in ascending order, stays in the context, and has every page it reads mapped.
+    void check_sequences(const DecoderConfig& c, const int32_t* cu, const int32_t* past, const int32_t* table,
+                         const StepInput& in) const {
+        if (cu[0] != 0 || cu[in.sequences] != in.tokens)
+            fail("cu_seqlens", "does not run from 0 to the tokens");
+        for (int s = 0; s < in.sequences; ++s) {
+            if (cu[s + 1] < cu[s]) fail("cu_seqlens", "falls at index " + std::to_string(s + 1));
+            const int64_t end = static_cast<int64_t>(past[s]) + cu[s + 1] - cu[s];
+            if (end > c.max_position) {
+                fail("past_lens", "plus new tokens is " + std::to_string(end) + " for sequence " +
+                                      std::to_string(s) + "; the context is " +
+                                      std::to_string(c.max_position));
+            }
+            if (end > static_cast<int64_t>(in.max_blocks) * kPageTokens) {
+                fail("block_table", "is too narrow for sequence " + std::to_string(s));
+            }
+            for (int layer = 0; layer < c.num_layers; ++layer) {
+                const int group = c.group_of_layer[layer], window = c.window_of_layer[layer];
+                if (layer > 0 && group == c.group_of_layer[layer - 1]) continue;
+                const int first = window > 0 ? std::max(0, past[s] - window + 1) / kPageTokens : 0;
+                const int32_t* row = table + (static_cast<size_t>(group) * in.sequences + s) * in.max_blocks;
+                for (int page = first; page < (end + kPageTokens - 1) / kPageTokens; ++page) {
+                    if (row[page] < 0) {
+                        fail("block_table",
+                             "has no page " + std::to_string(page) + " for sequence " + std::to_string(s));
+                    }
+                }
+            }
+        }
+    }
+
+    std::vector<nb::object> keep_;
+    std::unique_ptr<Decoder> decoder_;
+};
+
+// A matrix product alone, for tests and benchmarks: y = x Wᵀ as the decoder computes it.
+void multiply(const Floats2& x, const Tiles& tiles, int rows, int bits, int kind, int slices_per_group,
+              const std::string& isa, bool panel, const FloatsOut& y) {
+    const int tokens = static_cast<int>(x.shape(0)), columns = static_cast<int>(x.shape(1));
+    const PackedLinear w = packed_linear("tiles", tiles, rows, columns, bits, kind, slices_per_group);
+    if (y.shape(0) != x.shape(0) || y.shape(1) != static_cast<size_t>(round_up(rows, kTileRows))) {
+        fail("y", "has the wrong shape");
+    }
+    const Kernels& kernels = select_kernels(isa);
+    AlignedBuffer row, activations, scratch;
+    row.allocate(static_cast<size_t>(round_up(columns, kSlice)) * 4);
+    activations.allocate(static_cast<size_t>(round_up(tokens, kBlockTokens)) * w.slices() *
+                         (kActivationBytes / kBlockTokens));
+    scratch.allocate(kernels.panel_scratch());
+    const Activations input{activations.data(), tokens, w.slices()};
+    for (int t = 0; t < tokens; ++t) {
+        std::copy_n(x.data() + static_cast<size_t>(t) * columns, columns, row.floats());
+        kernels.quantize(row.floats(), t, input);
+    }
+    const int count = w.tile_count();
+    if (!panel) return kernels.linear_rows(w, input, y.data(), y.shape(1), 0, count);
+    for (int block = 0; block < input.blocks(); block += kPanelBlocks) {
+        for (int tile = 0; tile < count; tile += kPanelTiles) {
+            kernels.linear_panel(w, input, y.data(), y.shape(1), tile, std::min(tile + kPanelTiles, count),
+                                 block, std::min(block + kPanelBlocks, input.blocks()), scratch.data());
+        }
+    }
+}
+
+}  // namespace
+
+void bind_decoder(nb::module_& m) {
+    m.def("supported_kernels", &supported_kernels);
+    m.def("multiply", &multiply, "x"_a, "tiles"_a, "rows"_a, "bits"_a, "kind"_a, "slices_per_group"_a,
+          "isa"_a, "panel"_a, "y"_a);
+    nb::class_<Builder>(m, "DecoderBuilder")
+        .def(nb::init<const nb::dict&>(), "config"_a)
+        .def("set_linear", &Builder::set_linear, "layer"_a, "index"_a, "tiles"_a, "bits"_a, "kind"_a,
+             "slices_per_group"_a, "bias"_a.none(), "permutation"_a.none())
+        .def("set_norms", &Builder::set_norms, "layer"_a, "input"_a, "post"_a, "q"_a.none(), "k"_a.none())
+        .def("set_ends", &Builder::set_ends, "norm"_a, "embedding"_a, "embedding_slices"_a, "head"_a,
+             "head_slices"_a);
+    nb::class_<PyDecoder>(m, "Decoder")
+        .def(nb::init<Builder&, int, const std::string&>(), "builder"_a, "threads"_a, "isa"_a)
+        .def("allocate_kv", &PyDecoder::allocate_kv, "num_blocks"_a, "kv_type"_a)
+        .def("reserve", &PyDecoder::reserve, "tokens"_a, "sequences"_a, "rows"_a)
+        .def("step", &PyDecoder::step, "token_ids"_a, "cu_seqlens"_a, "past_lens"_a, "block_table"_a,
+             "slot_mapping"_a, "logit_rows"_a, "logits"_a)
+        .def("copy_blocks", &PyDecoder::copy_blocks, "src"_a, "dst"_a)
+        .def("read_blocks", &PyDecoder::read_blocks, "ids"_a)
+        .def("write_blocks", &PyDecoder::write_blocks, "ids"_a, "data"_a)
+        .def_prop_ro("logit_stride", &PyDecoder::logit_stride)
+        .def_prop_ro("bytes_per_block", &PyDecoder::bytes_per_block)
+        .def_prop_ro("isa", &PyDecoder::isa)
+        .def_prop_ro("threads", &PyDecoder::threads);
+}
+
+}  // namespace nybble

@@ -1,0 +1,34 @@
+// The operations in terms of one instruction set, and their table. Each file of this folder includes it after
+// defining NYBBLE_ISA (a namespace), NYBBLE_SIMD (the lanes) and NYBBLE_NAME.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include "../half.h"
+#include "../kernels.h"
+
+namespace nybble {
+namespace NYBBLE_ISA {
+
+#include NYBBLE_SIMD
+
+#include "../ops/attention.h"
+#include "../ops/elementwise.h"
+#include "../ops/linear.h"
+
+extern const Kernels kernels;
+const Kernels kernels = {
+    NYBBLE_NAME,  attention_scratch, panel_scratch, quantize, linear_rows,
+    linear_panel, add_rows,          scale_row,     rms_norm, rope,
+    gated,        softcap,           store_kv,      attend,   merge_parts,
+};
+
+}  // namespace NYBBLE_ISA
+}  // namespace nybble

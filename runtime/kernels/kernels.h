@@ -1,0 +1,81 @@
+// The interface between the decoder and an instruction set. Every implementation gives the same integers and
+// the same floats, bit for bit: integer sums are exact, and float steps have one order over 16 virtual lanes.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "layout.h"
+
+namespace nybble {
+
+enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kRelu = 2 };
+
+// Running softmax of one query row over segments: maximum (base 2), sum, weighted values.
+struct SoftmaxPart {
+    float max;
+    float sum;
+};
+
+struct AttentionTask {
+    KvShape shape;
+    const uint8_t* pages;        // the layer's pages
+    const int32_t* block_table;  // the sequence's pages, in order
+    int head;                    // KV head
+    int group;                   // query heads that share it
+    // First query's heads of this group, [queries][query_stride], already times the softmax scale, and times
+    // log2(e) unless there is a softcap.
+    const float* queries;
+    size_t query_stride;
+    int query_count;
+    int first_position;  // of the first query
+    int window;          // tokens attended to, the query included; 0 is all
+    float softcap;       // scores become cap * tanh(score / cap); 0 is none
+    int segment_begin;
+    int segment_end;
+    // Where results go: finished rows (`output`), or parts for a later merge where `parts` is set.
+    float* output;  // [queries][output_stride]: heads of this group side by side
+    size_t output_stride;
+    SoftmaxPart* parts;  // [segments][group]
+    float* part_values;  // [segments][group][padded_dim]
+};
+
+struct Kernels {
+    const char* name;
+
+    // Bytes of scratch one thread needs for `attend` and `linear_panel`.
+    size_t (*attention_scratch)(int group, int head_dim);
+    size_t (*panel_scratch)();
+
+    // One token's row [columns], zero padded to whole slices, to its place in `out`.
+    void (*quantize)(const float* row, int token, Activations out);
+    // y[token][row] for the tiles' rows and all tokens: for few tokens, weights read once. `y` rows are
+    // padded.
+    void (*linear_rows)(const PackedLinear&, Activations, float* y, size_t stride, int tile_begin,
+                        int tile_end);
+    // The same for many: a panel of up to 4 tiles unpacked once for blocks of tokens.
+    void (*linear_panel)(const PackedLinear&, Activations, float* y, size_t stride, int tile_begin,
+                         int tile_end, int block_begin, int block_end, uint8_t* scratch);
+
+    void (*add)(float* x, const float* y, int n);
+    void (*scale)(float* x, float factor, int n);
+    // n counts what is averaged; rows are padded with zeros to a multiple of 16.
+    void (*rms_norm)(const float* x, const float* weight, float epsilon, int n, float* out);
+    // Rotates the first 2 * half elements in place; cos and sin are [half].
+    void (*rope)(float* head, const float* cos, const float* sin, int half);
+    void (*gated)(const float* gate, const float* up, Activation, int n, float* out);
+    void (*softcap)(float* x, float cap, int n);
+
+    void (*store_kv)(const KvShape&, uint8_t* page_head, int slot, const float* key, const float* value);
+    void (*attend)(const AttentionTask&, uint8_t* scratch);
+    // Merges a row's parts in ascending order into out [head_dim].
+    void (*merge_parts)(const SoftmaxPart* parts, const float* values, int segment_begin, int segment_end,
+                        int group, int row, int head_dim, float* out);
+};
+
+// Names of the sets built and supported by this CPU, best first.
+std::vector<std::string> supported_kernels();
+// The named set, or the best for an empty name. Throws std::invalid_argument for one that is not there.
+const Kernels& select_kernels(const std::string& name);
+
+}  // namespace nybble

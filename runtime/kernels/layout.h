@@ -1,0 +1,85 @@
+// The packed layouts that the decoder, the packer in Python and every instruction set agree on.
+// docs/kernels.md has the picture.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace nybble {
+
+constexpr int kTileRows = 16;        // output rows of a tile; one lane each
+constexpr int kSlice = 32;           // inputs of a slice: what one activation scale covers
+constexpr int kBlockTokens = 4;      // tokens of an activation block
+constexpr int kPanelTiles = 4;       // tiles that the large matrix product unpacks together
+constexpr int kPanelBlocks = 128;    // blocks of tokens that a panel's results are kept for
+constexpr int kPageTokens = 16;      // tokens of a KV page; one lane each
+constexpr int kSegmentTokens = 256;  // tokens whose softmax is computed together, from position 0
+
+constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+constexpr int slices_of(int columns) { return (columns + kSlice - 1) / kSlice; }
+
+enum class WeightKind : int32_t {
+    kSymmetric = 0,  // the zero point is 2^(bits - 1)
+    kZeroPoint = 1,  // one u8 a row and group
+    kMinimum = 2,    // one f16 a row and group: weight = code * scale + minimum
+};
+
+// One linear layer. Tiles of 16 rows, each row of tiles contiguous: for every group a header (16 f16 scales,
+// then 16 u8 zero points or 16 f16 minima), then its slices. A 4-bit slice is 256 bytes: for j in 0..3, 64
+// bytes with 4 of each row; low nibbles are inputs 8j .. 8j+3, high nibbles 8j+4 .. 8j+7. An 8-bit slice is
+// 512 bytes: for j in 0..7, 64 bytes with inputs 4j .. 4j+3 of each row.
+struct PackedLinear {
+    const uint8_t* tiles = nullptr;
+    int rows = 0;
+    int columns = 0;
+    int bits = 4;
+    WeightKind kind = WeightKind::kSymmetric;
+    int slices_per_group = 1;
+
+    int tile_count() const { return (rows + kTileRows - 1) / kTileRows; }
+    int slices() const { return slices_of(columns); }
+    int groups() const { return (slices() + slices_per_group - 1) / slices_per_group; }
+    int header_bytes() const {
+        return kind == WeightKind::kSymmetric ? 32 : kind == WeightKind::kZeroPoint ? 48 : 64;
+    }
+    int slice_bytes() const { return bits == 4 ? 256 : 512; }
+    size_t tile_bytes() const {
+        return static_cast<size_t>(groups()) * header_bytes() + static_cast<size_t>(slices()) * slice_bytes();
+    }
+    size_t bytes() const { return tile_bytes() * tile_count(); }
+};
+
+// Quantized activations: per block of 4 tokens and slice, 160 bytes: s8 [4][32], f32 scale [4], i32 sum [4].
+constexpr int kActivationBytes = kBlockTokens * (kSlice + 4 + 4);
+constexpr int kActivationScales = kBlockTokens * kSlice;
+constexpr int kActivationSums = kActivationScales + kBlockTokens * 4;
+
+struct Activations {
+    uint8_t* data = nullptr;
+    int tokens = 0;
+    int slices = 0;
+
+    int blocks() const { return (tokens + kBlockTokens - 1) / kBlockTokens; }
+    uint8_t* block(int index) const { return data + static_cast<size_t>(index) * slices * kActivationBytes; }
+};
+
+enum class KvType : int32_t { kF32 = 0, kF16 = 1, kInt8 = 2 };
+
+// A layer's cache: pages of 16 tokens, in each page one part a KV head: K [head_dim][16], V [16][head_dim
+// rounded up to 16], then for int8 f32 scales of the 16 keys and of the 16 values.
+struct KvShape {
+    int heads = 0;
+    int head_dim = 0;
+    KvType type = KvType::kF16;
+
+    int padded_dim() const { return round_up(head_dim, 16); }
+    int element_bytes() const { return type == KvType::kF32 ? 4 : type == KvType::kF16 ? 2 : 1; }
+    int key_bytes() const { return head_dim * kPageTokens * element_bytes(); }
+    int value_bytes() const { return padded_dim() * kPageTokens * element_bytes(); }
+    int head_bytes() const {
+        return round_up(key_bytes() + value_bytes() + (type == KvType::kInt8 ? 2 * kPageTokens * 4 : 0), 64);
+    }
+    size_t page_bytes() const { return static_cast<size_t>(head_bytes()) * heads; }
+};
+
+}  // namespace nybble

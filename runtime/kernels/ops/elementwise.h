@@ -1,0 +1,89 @@
+// Norms, rotary embedding and activations. Our own arithmetic throughout: no libm, no approximate
+// instructions. Included inside the namespace of an instruction set.
+
+// 2^x for x <= 0: degree 5 on [-0.5, 0.5], about 2e-7 relative; exactly 0 under 2^-126.
+inline F32 exp2_negative(F32 x) {
+    const F32 floor = set1(-126.0f);
+    const F32 clamped = max(x, floor);
+    const I32 n = round_to_int(clamped);
+    const F32 f = sub(clamped, to_float(n));
+    F32 p = set1(1.33335581e-3f);
+    p = fma(p, f, set1(9.61812911e-3f));
+    p = fma(p, f, set1(5.55041087e-2f));
+    p = fma(p, f, set1(2.40226507e-1f));
+    p = fma(p, f, set1(6.93147182e-1f));
+    p = fma(p, f, set1(1.0f));
+    return select_less(x, floor, zero(), mul(p, power_of_two(n)));
+}
+
+constexpr float kLog2E = 1.44269504f;
+
+// tanh(x) = sign(x) (1 - e) / (1 + e), e = exp(-2|x|).
+inline F32 tanh(F32 x) {
+    const F32 e = exp2_negative(mul(abs(x), set1(-2.0f * kLog2E)));
+    const F32 t = div(sub(set1(1.0f), e), add(set1(1.0f), e));
+    return select_less(x, zero(), sub(zero(), t), t);
+}
+
+// x / (1 + exp(-x)), with the exponential of a negative number only.
+inline F32 silu(F32 x) {
+    const F32 e = exp2_negative(mul(abs(x), set1(-kLog2E)));
+    const F32 numerator = select_less(x, zero(), e, set1(1.0f));
+    return mul(x, div(numerator, add(set1(1.0f), e)));
+}
+
+inline F32 gelu_tanh(F32 x) {
+    const F32 cube = mul(mul(x, x), x);
+    const F32 inner = mul(set1(0.797884583f), fma(set1(0.044715f), cube, x));
+    return mul(mul(set1(0.5f), x), add(set1(1.0f), tanh(inner)));
+}
+
+void add_rows(float* x, const float* y, int n) {
+    for (int i = 0; i < n; i += 16) store(x + i, add(load(x + i), load(y + i)));
+}
+
+void scale_row(float* x, float factor, int n) {
+    for (int i = 0; i < n; i += 16) store(x + i, mul(load(x + i), set1(factor)));
+}
+
+void rms_norm(const float* x, const float* weight, float epsilon, int n, float* out) {
+    F32 squares = zero();
+    for (int i = 0; i < n; i += 16) {
+        const F32 v = load(x + i);
+        squares = fma(v, v, squares);
+    }
+    const float mean = reduce_add(squares) / static_cast<float>(n);
+    const F32 factor = set1(1.0f / std::sqrt(mean + epsilon));
+    for (int i = 0; i < n; i += 16) store(out + i, mul(mul(load(x + i), factor), load(weight + i)));
+}
+
+// Halves of any length: what does not fill 16 lanes goes through a padded copy, with the same arithmetic.
+void rope(float* head, const float* cos, const float* sin, int half) {
+    for (int i = 0; i < half; i += 16) {
+        const int count = std::min(16, half - i);
+        alignas(64) float a[16] = {}, b[16] = {}, c[16] = {}, s[16] = {};
+        std::memcpy(a, head + i, count * sizeof(float));
+        std::memcpy(b, head + half + i, count * sizeof(float));
+        std::memcpy(c, cos + i, count * sizeof(float));
+        std::memcpy(s, sin + i, count * sizeof(float));
+        const F32 first = load(a), second = load(b), co = load(c), si = load(s);
+        store(a, fma(first, co, sub(zero(), mul(second, si))));
+        store(b, fma(first, si, mul(second, co)));
+        std::memcpy(head + i, a, count * sizeof(float));
+        std::memcpy(head + half + i, b, count * sizeof(float));
+    }
+}
+
+void gated(const float* gate, const float* up, Activation activation, int n, float* out) {
+    for (int i = 0; i < n; i += 16) {
+        const F32 g = load(gate + i);
+        const F32 a = activation == Activation::kSilu       ? silu(g)
+                      : activation == Activation::kGeluTanh ? gelu_tanh(g)
+                                                            : max(g, zero());
+        store(out + i, mul(a, load(up + i)));
+    }
+}
+
+void softcap(float* x, float cap, int n) {
+    for (int i = 0; i < n; i += 16) store(x + i, mul(set1(cap), tanh(mul(load(x + i), set1(1.0f / cap)))));
+}

@@ -1,0 +1,336 @@
+// Quantized activations and the matrix products, over the 16 virtual lanes of an instruction set.
+// Included inside its namespace.
+
+// Order of every output: per slice, t = float(integer dot) * activation scale; acc = fma(t, weight scale,
+// acc); with minima also acc = fma(activation scale * float(sum), minimum, acc). Slices ascend. Nothing else
+// enters, so one token or many, one thread or several give the same bits.
+
+inline void quantize(const float* row, int token, Activations out) {
+    uint8_t* block = out.block(token / kBlockTokens);
+    const int place = token % kBlockTokens;
+    for (int s = 0; s < out.slices; ++s, row += kSlice, block += kActivationBytes) {
+        const F32 a = load(row), b = load(row + 16);
+        const float largest = reduce_max(max(abs(a), abs(b)));
+        // Under 1e-30 the reciprocal could overflow; such a slice is nothing.
+        const float scale = largest > 1e-30f ? largest / 127.0f : 0.0f;
+        const F32 inverse = set1(scale > 0.0f ? 1.0f / scale : 0.0f);
+        const I32 qa = round_to_int(mul(a, inverse)), qb = round_to_int(mul(b, inverse));
+        int8_t* q = reinterpret_cast<int8_t*>(block) + place * kSlice;
+        store_s8(q, qa);
+        store_s8(q + 16, qb);
+        const int32_t sum = reduce_add(add(qa, qb));
+        std::memcpy(block + kActivationScales + place * 4, &scale, 4);
+        std::memcpy(block + kActivationSums + place * 4, &sum, 4);
+    }
+}
+
+struct Header {
+    F32 scale;
+    I32 zero;     // kZeroPoint
+    F32 minimum;  // kMinimum
+};
+
+template <WeightKind kKind>
+inline Header read_header(const uint8_t* p) {
+    Header h{load_f16(reinterpret_cast<const uint16_t*>(p)), {}, {}};
+    if constexpr (kKind == WeightKind::kZeroPoint) h.zero = load_u8(p + 32);
+    if constexpr (kKind == WeightKind::kMinimum)
+        h.minimum = load_f16(reinterpret_cast<const uint16_t*>(p + 32));
+    return h;
+}
+
+// What the integer accumulator starts from: minus zero point times the sum of the activations.
+template <int kBits, WeightKind kKind>
+inline I32 initial(int32_t sum, const Header& header) {
+    if constexpr (kKind == WeightKind::kSymmetric) return set1(-sum * (1 << (kBits - 1)));
+    if constexpr (kKind == WeightKind::kZeroPoint) return mul_16(header.zero, set1(-sum));
+    return set1(0);
+}
+
+template <WeightKind kKind>
+inline F32 accumulate(F32 acc, I32 dot, float scale, int32_t sum, const Header& header) {
+    acc = fma(mul(to_float(dot), set1(scale)), header.scale, acc);
+    if constexpr (kKind == WeightKind::kMinimum) {
+        acc = fma(set1(scale * static_cast<float>(sum)), header.minimum, acc);
+    }
+    return acc;
+}
+
+inline float activation_scale(const uint8_t* block, int token) {
+    float x;
+    std::memcpy(&x, block + kActivationScales + token * 4, 4);
+    return x;
+}
+inline int32_t activation_sum(const uint8_t* block, int token) {
+    int32_t x;
+    std::memcpy(&x, block + kActivationSums + token * 4, 4);
+    return x;
+}
+
+template <int kBits>
+inline void unpack_slice(const uint8_t* p, Bytes (&w)[8]) {
+    if constexpr (kBits == 4) {
+        for (int j = 0; j < 4; ++j) {
+            const Bytes packed = load_bytes(p + j * 64);
+            w[2 * j] = low_nibbles(packed);
+            w[2 * j + 1] = high_nibbles(packed);
+        }
+    } else {
+        for (int j = 0; j < 8; ++j) w[j] = load_bytes(p + j * 64);
+    }
+}
+
+// A few tokens: kStreams rows of tiles side by side, unpacked in registers. Several streams read DRAM faster.
+template <int kBits, WeightKind kKind, int kStreams, int kTokens>
+inline void few_tokens(const PackedLinear& w, Activations x, int token, float* y, size_t stride, int tile) {
+    constexpr int kPrefetchBytes = 2048;
+    const uint8_t* p[kStreams];
+    for (int n = 0; n < kStreams; ++n) p[n] = w.tiles + (tile + n) * w.tile_bytes();
+    F32 acc[kTokens][kStreams];
+    for (int i = 0; i < kTokens; ++i) {
+        for (int n = 0; n < kStreams; ++n) acc[i][n] = zero();
+    }
+    const int slices = w.slices(), header_bytes = w.header_bytes(), slice_bytes = w.slice_bytes();
+    const size_t block_stride = static_cast<size_t>(x.slices) * kActivationBytes;
+    const uint8_t* block = x.block(token / kBlockTokens);
+    Header header[kStreams] = {};
+    int left = 0;
+    for (int s = 0; s < slices; ++s, block += kActivationBytes) {
+        if (left == 0) {
+            for (int n = 0; n < kStreams; ++n) {
+                header[n] = read_header<kKind>(p[n]);
+                p[n] += header_bytes;
+            }
+            left = w.slices_per_group;
+        }
+        --left;
+#pragma GCC unroll 4
+        for (int n = 0; n < kStreams; ++n) {
+            for (int line = 0; line < slice_bytes; line += 64) prefetch(p[n] + kPrefetchBytes + line);
+            Bytes weights[8];
+            unpack_slice<kBits>(p[n], weights);
+            p[n] += slice_bytes;
+#pragma GCC unroll 8
+            for (int i = 0; i < kTokens; ++i) {
+                const int place = (token + i) % kBlockTokens;
+                const uint8_t* b = block + (token % kBlockTokens + i) / kBlockTokens * block_stride;
+                const int8_t* q = reinterpret_cast<const int8_t*>(b) + place * kSlice;
+                const int32_t sum = activation_sum(b, place);
+                I32 even = initial<kBits, kKind>(sum, header[n]), odd = set1(0);
+#pragma GCC unroll 4
+                for (int j = 0; j < 8; j += 2) {
+                    even = dot4<kBits == 8>(even, weights[j], broadcast4(q + j * 4));
+                    odd = dot4<kBits == 8>(odd, weights[j + 1], broadcast4(q + j * 4 + 4));
+                }
+                acc[i][n] =
+                    accumulate<kKind>(acc[i][n], add(even, odd), activation_scale(b, place), sum, header[n]);
+            }
+        }
+    }
+    for (int i = 0; i < kTokens; ++i) {
+        for (int n = 0; n < kStreams; ++n)
+            store(y + (token + i) * stride + (tile + n) * kTileRows, acc[i][n]);
+    }
+}
+
+template <int kBits, WeightKind kKind, int kStreams>
+inline void few_tokens_tiles(const PackedLinear& w, Activations x, float* y, size_t stride, int tile) {
+    int token = 0;
+    for (; token + 8 <= x.tokens; token += 8)
+        few_tokens<kBits, kKind, kStreams, 8>(w, x, token, y, stride, tile);
+    const int rest = x.tokens - token;
+    if (rest & 4) few_tokens<kBits, kKind, kStreams, 4>(w, x, token, y, stride, tile), token += 4;
+    if (rest & 2) few_tokens<kBits, kKind, kStreams, 2>(w, x, token, y, stride, tile), token += 2;
+    if (rest & 1) few_tokens<kBits, kKind, kStreams, 1>(w, x, token, y, stride, tile);
+}
+
+template <int kBits, WeightKind kKind>
+void linear_rows_of(const PackedLinear& w, Activations x, float* y, size_t stride, int tile_begin,
+                    int tile_end) {
+    int tile = tile_begin;
+    if (x.tokens == 1) {
+        for (; tile + 4 <= tile_end; tile += 4) few_tokens<kBits, kKind, 4, 1>(w, x, 0, y, stride, tile);
+    }
+    for (; tile + 2 <= tile_end; tile += 2) few_tokens_tiles<kBits, kKind, 2>(w, x, y, stride, tile);
+    if (tile < tile_end) few_tokens_tiles<kBits, kKind, 1>(w, x, y, stride, tile);
+}
+
+// Many tokens. A panel of 4 tiles is unpacked, a chunk of slices at a time, into a buffer that stays in
+// cache: per slice [8][4 tiles][64] bytes, then per tile the float scales, and zero points or minima.
+constexpr int kPanelWeights = 8 * kPanelTiles * 64;
+constexpr int kPanelSlice = kPanelWeights + kPanelTiles * 128;
+constexpr int kChunkSlices = 18;
+
+inline size_t panel_scratch() {
+    const size_t results =
+        static_cast<size_t>(kPanelBlocks) * kBlockTokens * kPanelTiles * kTileRows * sizeof(float);
+    return static_cast<size_t>(kChunkSlices) * kPanelSlice + results;
+}
+
+template <int kBits, WeightKind kKind>
+void unpack_panel(const PackedLinear& w, int tile_begin, int tiles, int slice_begin, int slice_end,
+                  uint8_t* out) {
+    const int per_group = w.slices_per_group, header_bytes = w.header_bytes(), slice_bytes = w.slice_bytes();
+    for (int n = 0; n < tiles; ++n) {
+        const uint8_t* tile = w.tiles + (tile_begin + n) * w.tile_bytes();
+        for (int s = slice_begin; s < slice_end; ++s) {
+            uint8_t* slice = out + static_cast<size_t>(s - slice_begin) * kPanelSlice;
+            const int group = s / per_group;
+            const uint8_t* header_at =
+                tile +
+                static_cast<size_t>(group) * (header_bytes + static_cast<size_t>(per_group) * slice_bytes);
+            const uint8_t* p =
+                header_at + header_bytes + static_cast<size_t>(s - group * per_group) * slice_bytes;
+            Bytes weights[8];
+            unpack_slice<kBits>(p, weights);
+            for (int j = 0; j < 8; ++j) store_bytes(slice + (j * kPanelTiles + n) * 64, weights[j]);
+            const Header header = read_header<kKind>(header_at);
+            uint8_t* scales = slice + kPanelWeights;
+            store(reinterpret_cast<float*>(scales + n * 64), header.scale);
+            uint8_t* offsets = scales + kPanelTiles * 64 + n * 64;
+            if constexpr (kKind == WeightKind::kZeroPoint) {
+                store_int(reinterpret_cast<int32_t*>(offsets), header.zero);
+            }
+            if constexpr (kKind == WeightKind::kMinimum)
+                store(reinterpret_cast<float*>(offsets), header.minimum);
+        }
+    }
+}
+
+// The register block: kTiles tiles by kTokens tokens of one activation block, over a chunk of slices.
+template <int kBits, WeightKind kKind, int kTiles, int kTokens>
+void micro_kernel(const uint8_t* panel, const uint8_t* block, int tile, int token, int slices, float* results,
+                  bool first) {
+    float* out = results + (token * kPanelTiles + tile) * kTileRows;
+    F32 acc[kTokens][kTiles];
+    for (int i = 0; i < kTokens; ++i) {
+        for (int n = 0; n < kTiles; ++n) {
+            acc[i][n] = first ? zero() : load(out + (i * kPanelTiles + n) * kTileRows);
+        }
+    }
+    for (int s = 0; s < slices; ++s, panel += kPanelSlice, block += kActivationBytes) {
+        const int8_t* q = reinterpret_cast<const int8_t*>(block) + token * kSlice;
+        const uint8_t* scales = panel + kPanelWeights;
+        Header header[kTiles] = {};
+        I32 dot[kTokens][kTiles];
+#pragma GCC unroll 4
+        for (int n = 0; n < kTiles; ++n) {
+            const uint8_t* offsets = scales + kPanelTiles * 64 + (tile + n) * 64;
+            if constexpr (kKind == WeightKind::kZeroPoint) {
+                header[n].zero = load_int(reinterpret_cast<const int32_t*>(offsets));
+            }
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < kTokens; ++i) {
+            const int32_t sum = activation_sum(block, token + i);
+#pragma GCC unroll 4
+            for (int n = 0; n < kTiles; ++n) dot[i][n] = initial<kBits, kKind>(sum, header[n]);
+        }
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) {
+            Bytes weights[kTiles];
+#pragma GCC unroll 4
+            for (int n = 0; n < kTiles; ++n)
+                weights[n] = load_bytes(panel + (j * kPanelTiles + tile + n) * 64);
+#pragma GCC unroll 4
+            for (int i = 0; i < kTokens; ++i) {
+                const Bytes activation = broadcast4(q + i * kSlice + j * 4);
+#pragma GCC unroll 4
+                for (int n = 0; n < kTiles; ++n) {
+                    dot[i][n] = dot4<kBits == 8>(dot[i][n], weights[n], activation);
+                }
+            }
+        }
+#pragma GCC unroll 4
+        for (int n = 0; n < kTiles; ++n) {
+            header[n].scale = load(reinterpret_cast<const float*>(scales + (tile + n) * 64));
+            if constexpr (kKind == WeightKind::kMinimum) {
+                header[n].minimum =
+                    load(reinterpret_cast<const float*>(scales + kPanelTiles * 64 + (tile + n) * 64));
+            }
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < kTokens; ++i) {
+            const float scale = activation_scale(block, token + i);
+            const int32_t sum = activation_sum(block, token + i);
+#pragma GCC unroll 4
+            for (int n = 0; n < kTiles; ++n) {
+                acc[i][n] = accumulate<kKind>(acc[i][n], dot[i][n], scale, sum, header[n]);
+            }
+        }
+    }
+    for (int i = 0; i < kTokens; ++i) {
+        for (int n = 0; n < kTiles; ++n) store(out + (i * kPanelTiles + n) * kTileRows, acc[i][n]);
+    }
+}
+
+template <int kBits, WeightKind kKind, int kTokens>
+inline void micro_tiles(const uint8_t* panel, const uint8_t* block, int tiles, int token, int slices,
+                        float* results, bool first) {
+    int tile = 0;
+    for (; tile + kTilesPerBlock <= tiles; tile += kTilesPerBlock) {
+        micro_kernel<kBits, kKind, kTilesPerBlock, kTokens>(panel, block, tile, token, slices, results,
+                                                            first);
+    }
+    for (; tile < tiles; ++tile) {
+        micro_kernel<kBits, kKind, 1, kTokens>(panel, block, tile, token, slices, results, first);
+    }
+}
+
+template <int kBits, WeightKind kKind>
+void linear_panel_of(const PackedLinear& w, Activations x, float* y, size_t stride, int tile_begin,
+                     int tile_end, int block_begin, int block_end, uint8_t* scratch) {
+    constexpr int kResults = kBlockTokens * kPanelTiles * kTileRows;
+    float* results = reinterpret_cast<float*>(scratch + static_cast<size_t>(kChunkSlices) * kPanelSlice);
+    const int tiles = tile_end - tile_begin, slices = w.slices();
+    const int chunks = (slices + kChunkSlices - 1) / kChunkSlices;
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        const int begin = slices * chunk / chunks, end = slices * (chunk + 1) / chunks;
+        unpack_panel<kBits, kKind>(w, tile_begin, tiles, begin, end, scratch);
+        for (int b = block_begin; b < block_end; ++b) {
+            const uint8_t* block = x.block(b) + static_cast<size_t>(begin) * kActivationBytes;
+            float* out = results + static_cast<size_t>(b - block_begin) * kResults;
+            const int tokens = std::min(kBlockTokens, x.tokens - b * kBlockTokens);
+            if (tokens == kBlockTokens) {
+                micro_tiles<kBits, kKind, kTokensPerBlock>(scratch, block, tiles, 0, end - begin, out,
+                                                           chunk == 0);
+            } else {
+                for (int i = 0; i < tokens; ++i) {
+                    micro_tiles<kBits, kKind, 1>(scratch, block, tiles, i, end - begin, out, chunk == 0);
+                }
+            }
+            if (chunk + 1 < chunks) continue;
+            for (int i = 0; i < tokens; ++i) {
+                float* row =
+                    y + (static_cast<size_t>(b) * kBlockTokens + i) * stride + tile_begin * kTileRows;
+                for (int n = 0; n < tiles; ++n) {
+                    store(row + n * kTileRows, load(out + (i * kPanelTiles + n) * kTileRows));
+                }
+            }
+        }
+    }
+}
+
+// Calls the instance of a template for a layer's bits and kind; minima come with 4 bits only (GGUF's Q4_1).
+#define NYBBLE_DISPATCH(function, w, ...)                                               \
+    switch ((w).kind) {                                                                 \
+        case WeightKind::kSymmetric:                                                    \
+            return (w).bits == 4 ? function<4, WeightKind::kSymmetric>(w, __VA_ARGS__)  \
+                                 : function<8, WeightKind::kSymmetric>(w, __VA_ARGS__); \
+        case WeightKind::kZeroPoint:                                                    \
+            return (w).bits == 4 ? function<4, WeightKind::kZeroPoint>(w, __VA_ARGS__)  \
+                                 : function<8, WeightKind::kZeroPoint>(w, __VA_ARGS__); \
+        case WeightKind::kMinimum:                                                      \
+            return function<4, WeightKind::kMinimum>(w, __VA_ARGS__);                   \
+    }
+
+void linear_rows(const PackedLinear& w, Activations x, float* y, size_t stride, int tile_begin,
+                 int tile_end) {
+    NYBBLE_DISPATCH(linear_rows_of, w, x, y, stride, tile_begin, tile_end)
+}
+
+void linear_panel(const PackedLinear& w, Activations x, float* y, size_t stride, int tile_begin, int tile_end,
+                  int block_begin, int block_end, uint8_t* scratch) {
+    NYBBLE_DISPATCH(linear_panel_of, w, x, y, stride, tile_begin, tile_end, block_begin, block_end, scratch)
+}
+#undef NYBBLE_DISPATCH

@@ -1,0 +1,92 @@
+// 16 virtual lanes on AVX-512: one register. Included inside the namespace of an instruction set.
+struct F32 {
+    __m512 v;
+};
+struct I32 {
+    __m512i v;
+};
+struct Bytes {  // 64 bytes: 4 of each of 16 rows
+    __m512i v;
+};
+
+constexpr int kTilesPerBlock = 4;  // register block of the matrix product: tiles of 16 rows
+constexpr int kTokensPerBlock = 4;
+constexpr int kRowBlock = 6;  // register block of attention: rows
+
+inline F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, F32 a) { _mm512_storeu_ps(p, a.v); }
+inline F32 set1(float x) { return {_mm512_set1_ps(x)}; }
+inline F32 zero() { return {_mm512_setzero_ps()}; }
+inline F32 add(F32 a, F32 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F32 sub(F32 a, F32 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F32 mul(F32 a, F32 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F32 div(F32 a, F32 b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F32 fma(F32 a, F32 b, F32 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline F32 abs(F32 a) { return {_mm512_abs_ps(a.v)}; }
+inline F32 select_less(F32 a, F32 b, F32 yes, F32 no) {
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
+}
+
+inline I32 load_int(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store_int(int32_t* p, I32 a) { _mm512_storeu_si512(p, a.v); }
+inline I32 set1(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline I32 add(I32 a, I32 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline I32 sub(I32 a, I32 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+// Products whose factors fit in 16 bits.
+inline I32 mul_16(I32 a, I32 b) { return {_mm512_madd_epi16(a.v, b.v)}; }
+inline I32 round_to_int(F32 a) { return {_mm512_cvtps_epi32(a.v)}; }
+inline F32 to_float(I32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+// 2^n for -126 <= n <= 127.
+inline F32 power_of_two(I32 n) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n.v, _mm512_set1_epi32(127)), 23))};
+}
+
+inline F32 load_f16(const uint16_t* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline void store_f16(uint16_t* p, F32 a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline I32 load_s8(const int8_t* p) {
+    return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline I32 load_u8(const uint8_t* p) {
+    return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline void store_s8(int8_t* p, I32 a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
+}
+
+inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store_bytes(uint8_t* p, Bytes a) { _mm512_storeu_si512(p, a.v); }
+inline Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
+inline Bytes high_nibbles(Bytes a) { return low_nibbles({_mm512_srli_epi16(a.v, 4)}); }
+inline Bytes broadcast4(const int8_t* p) {
+    int32_t four;
+    std::memcpy(&four, p, 4);
+    return {_mm512_set1_epi32(four)};
+}
+// acc[row] += sum over 4 of weight (unsigned) * activation (signed).
+template <bool kEightBits>
+inline I32 dot4(I32 acc, Bytes weights, Bytes activations) {
+    return {_mm512_dpbusd_epi32(acc.v, weights.v, activations.v)};
+}
+
+// Reductions: lanes i and i + 8, then + 4, + 2, + 1.
+inline float reduce_add(F32 a) {
+    __m256 x = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+    __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_add_ss(y, _mm_shuffle_ps(y, y, 1)));
+}
+inline float reduce_max(F32 a) {
+    __m256 x = _mm256_max_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+    __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_max_ss(y, _mm_shuffle_ps(y, y, 1)));
+}
+inline int32_t reduce_add(I32 a) { return _mm512_reduce_add_epi32(a.v); }
+
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }

@@ -1,0 +1,163 @@
+// 16 virtual lanes on NEON with the dot-product extension: four registers. Included inside the namespace of
+// an instruction set.
+
+struct F32 {
+    float32x4_t v[4];
+};
+struct I32 {
+    int32x4_t v[4];
+};
+struct Bytes {  // 64 bytes: 4 of each of 16 rows
+    uint8x16_t v[4];
+};
+
+constexpr int kTilesPerBlock = 1;
+constexpr int kTokensPerBlock = 4;
+constexpr int kRowBlock = 3;  // register block of attention: rows
+
+template <typename V, typename Function>
+inline V quarters(Function function) {
+    return {{function(0), function(1), function(2), function(3)}};
+}
+
+inline F32 load(const float* p) {
+    return quarters<F32>([&](int i) { return vld1q_f32(p + 4 * i); });
+}
+inline void store(float* p, F32 x) {
+    for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, x.v[i]);
+}
+inline F32 set1(float x) {
+    return quarters<F32>([&](int) { return vdupq_n_f32(x); });
+}
+inline F32 zero() { return set1(0.0f); }
+inline F32 add(F32 x, F32 y) {
+    return quarters<F32>([&](int i) { return vaddq_f32(x.v[i], y.v[i]); });
+}
+inline F32 sub(F32 x, F32 y) {
+    return quarters<F32>([&](int i) { return vsubq_f32(x.v[i], y.v[i]); });
+}
+inline F32 mul(F32 x, F32 y) {
+    return quarters<F32>([&](int i) { return vmulq_f32(x.v[i], y.v[i]); });
+}
+inline F32 div(F32 x, F32 y) {
+    return quarters<F32>([&](int i) { return vdivq_f32(x.v[i], y.v[i]); });
+}
+inline F32 fma(F32 x, F32 y, F32 z) {
+    return quarters<F32>([&](int i) { return vfmaq_f32(z.v[i], x.v[i], y.v[i]); });
+}
+// x > y ? x : y, as x86 has it for equal and unordered operands too.
+inline float32x4_t max_quarter(float32x4_t x, float32x4_t y) { return vbslq_f32(vcgtq_f32(x, y), x, y); }
+inline F32 max(F32 x, F32 y) {
+    return quarters<F32>([&](int i) { return max_quarter(x.v[i], y.v[i]); });
+}
+inline F32 abs(F32 x) {
+    return quarters<F32>([&](int i) { return vabsq_f32(x.v[i]); });
+}
+inline F32 select_less(F32 x, F32 y, F32 yes, F32 no) {
+    return quarters<F32>([&](int i) { return vbslq_f32(vcltq_f32(x.v[i], y.v[i]), yes.v[i], no.v[i]); });
+}
+
+inline I32 load_int(const int32_t* p) {
+    return quarters<I32>([&](int i) { return vld1q_s32(p + 4 * i); });
+}
+inline void store_int(int32_t* p, I32 x) {
+    for (int i = 0; i < 4; ++i) vst1q_s32(p + 4 * i, x.v[i]);
+}
+inline I32 set1(int32_t x) {
+    return quarters<I32>([&](int) { return vdupq_n_s32(x); });
+}
+inline I32 add(I32 x, I32 y) {
+    return quarters<I32>([&](int i) { return vaddq_s32(x.v[i], y.v[i]); });
+}
+inline I32 sub(I32 x, I32 y) {
+    return quarters<I32>([&](int i) { return vsubq_s32(x.v[i], y.v[i]); });
+}
+inline I32 mul_16(I32 x, I32 y) {
+    return quarters<I32>([&](int i) { return vmulq_s32(x.v[i], y.v[i]); });
+}
+inline I32 round_to_int(F32 x) {
+    return quarters<I32>([&](int i) { return vcvtnq_s32_f32(x.v[i]); });
+}
+inline F32 to_float(I32 x) {
+    return quarters<F32>([&](int i) { return vcvtq_f32_s32(x.v[i]); });
+}
+inline F32 power_of_two(I32 n) {
+    return quarters<F32>(
+        [&](int i) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n.v[i], vdupq_n_s32(127)), 23)); });
+}
+
+inline F32 load_f16(const uint16_t* p) {
+    return quarters<F32>([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))); });
+}
+inline void store_f16(uint16_t* p, F32 x) {
+    for (int i = 0; i < 4; ++i) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(x.v[i])));
+}
+inline I32 load_s8(const int8_t* p) {
+    const int8x16_t bytes = vld1q_s8(p);
+    const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
+    return {{vmovl_s16(vget_low_s16(low)), vmovl_s16(vget_high_s16(low)), vmovl_s16(vget_low_s16(high)),
+             vmovl_s16(vget_high_s16(high))}};
+}
+inline I32 load_u8(const uint8_t* p) {
+    const uint8x16_t bytes = vld1q_u8(p);
+    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
+    return {{vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(low))),
+             vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(low))),
+             vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(high))),
+             vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(high)))}};
+}
+// Values fit in 8 bits.
+inline void store_s8(int8_t* p, I32 x) {
+    const int16x8_t low = vcombine_s16(vmovn_s32(x.v[0]), vmovn_s32(x.v[1]));
+    const int16x8_t high = vcombine_s16(vmovn_s32(x.v[2]), vmovn_s32(x.v[3]));
+    vst1q_s8(p, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
+}
+
+inline Bytes load_bytes(const uint8_t* p) {
+    return quarters<Bytes>([&](int i) { return vld1q_u8(p + 16 * i); });
+}
+inline void store_bytes(uint8_t* p, Bytes x) {
+    for (int i = 0; i < 4; ++i) vst1q_u8(p + 16 * i, x.v[i]);
+}
+inline Bytes low_nibbles(Bytes x) {
+    return quarters<Bytes>([&](int i) { return vandq_u8(x.v[i], vdupq_n_u8(15)); });
+}
+inline Bytes high_nibbles(Bytes x) {
+    return quarters<Bytes>([&](int i) { return vshrq_n_u8(x.v[i], 4); });
+}
+inline Bytes broadcast4(const int8_t* p) {
+    uint32_t four;
+    std::memcpy(&four, p, 4);
+    const uint8x16_t all = vreinterpretq_u8_u32(vdupq_n_u32(four));
+    return {{all, all, all, all}};
+}
+// The dot product takes signed bytes. 8-bit codes are centred first: (w - 128) . a + 128 * (1 . a) = w . a.
+template <bool kEightBits>
+inline I32 dot4(I32 acc, Bytes weights, Bytes activations) {
+    return quarters<I32>([&](int i) {
+        const int8x16_t a = vreinterpretq_s8_u8(activations.v[i]);
+        if constexpr (!kEightBits) return vdotq_s32(acc.v[i], vreinterpretq_s8_u8(weights.v[i]), a);
+        const int8x16_t centred = vreinterpretq_s8_u8(veorq_u8(weights.v[i], vdupq_n_u8(128)));
+        const int32x4_t sum = vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(1), a);
+        return vaddq_s32(vdotq_s32(acc.v[i], centred, a), vshlq_n_s32(sum, 7));
+    });
+}
+
+// Reductions: lanes i and i + 8, then + 4, + 2, + 1.
+inline float reduce_add(F32 x) {
+    const float32x4_t s = vaddq_f32(vaddq_f32(x.v[0], x.v[2]), vaddq_f32(x.v[1], x.v[3]));
+    const float32x2_t y = vadd_f32(vget_low_f32(s), vget_high_f32(s));
+    return vget_lane_f32(y, 0) + vget_lane_f32(y, 1);
+}
+inline float reduce_max(F32 x) {
+    const float32x4_t s = max_quarter(max_quarter(x.v[0], x.v[2]), max_quarter(x.v[1], x.v[3]));
+    float lanes[4];
+    vst1q_f32(lanes, s);
+    const float a = lanes[0] > lanes[2] ? lanes[0] : lanes[2], b = lanes[1] > lanes[3] ? lanes[1] : lanes[3];
+    return a > b ? a : b;
+}
+inline int32_t reduce_add(I32 x) {
+    return vaddvq_s32(vaddq_s32(vaddq_s32(x.v[0], x.v[1]), vaddq_s32(x.v[2], x.v[3])));
+}
+
+inline void prefetch(const void* p) { __builtin_prefetch(p); }

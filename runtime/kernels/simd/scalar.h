@@ -1,0 +1,154 @@
+// 16 virtual lanes in plain C++: the reference every other instruction set equals, bit for bit.
+// Included inside the namespace of an instruction set; compiled without floating-point contraction.
+constexpr int kLanes = 16;
+
+struct F32 {
+    float v[kLanes];
+};
+struct I32 {
+    int32_t v[kLanes];
+};
+struct Bytes {  // 64 bytes: 4 of each of 16 rows
+    uint8_t v[64];
+};
+
+constexpr int kTilesPerBlock = 1;
+constexpr int kTokensPerBlock = 4;
+constexpr int kRowBlock = 1;  // register block of attention: rows
+
+template <typename V, typename Function>
+inline V lanes(Function function) {
+    V result;
+    for (int i = 0; i < kLanes; ++i) result.v[i] = function(i);
+    return result;
+}
+
+inline F32 load(const float* p) {
+    F32 a;
+    std::memcpy(a.v, p, sizeof a.v);
+    return a;
+}
+inline void store(float* p, F32 a) { std::memcpy(p, a.v, sizeof a.v); }
+inline F32 set1(float x) {
+    return lanes<F32>([&](int) { return x; });
+}
+inline F32 zero() { return set1(0.0f); }
+inline F32 add(F32 a, F32 b) {
+    return lanes<F32>([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline F32 sub(F32 a, F32 b) {
+    return lanes<F32>([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline F32 mul(F32 a, F32 b) {
+    return lanes<F32>([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline F32 div(F32 a, F32 b) {
+    return lanes<F32>([&](int i) { return a.v[i] / b.v[i]; });
+}
+inline F32 fma(F32 a, F32 b, F32 c) {
+    return lanes<F32>([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); });
+}
+inline F32 max(F32 a, F32 b) {
+    return lanes<F32>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline F32 abs(F32 a) {
+    return lanes<F32>([&](int i) { return std::fabs(a.v[i]); });
+}
+inline F32 select_less(F32 a, F32 b, F32 yes, F32 no) {
+    return lanes<F32>([&](int i) { return a.v[i] < b.v[i] ? yes.v[i] : no.v[i]; });
+}
+
+inline I32 load_int(const int32_t* p) {
+    I32 a;
+    std::memcpy(a.v, p, sizeof a.v);
+    return a;
+}
+inline void store_int(int32_t* p, I32 a) { std::memcpy(p, a.v, sizeof a.v); }
+inline I32 set1(int32_t x) {
+    return lanes<I32>([&](int) { return x; });
+}
+inline I32 add(I32 a, I32 b) {
+    return lanes<I32>([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline I32 sub(I32 a, I32 b) {
+    return lanes<I32>([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline I32 mul_16(I32 a, I32 b) {
+    return lanes<I32>([&](int i) { return a.v[i] * b.v[i]; });
+}
+// To nearest, ties to even, by the default rounding mode that each step sets.
+inline I32 round_to_int(F32 a) {
+    return lanes<I32>([&](int i) { return static_cast<int32_t>(std::nearbyint(a.v[i])); });
+}
+inline F32 to_float(I32 a) {
+    return lanes<F32>([&](int i) { return static_cast<float>(a.v[i]); });
+}
+inline F32 power_of_two(I32 n) {
+    return lanes<F32>([&](int i) {
+        const uint32_t bits = static_cast<uint32_t>(n.v[i] + 127) << 23;
+        float x;
+        std::memcpy(&x, &bits, 4);
+        return x;
+    });
+}
+
+inline F32 load_f16(const uint16_t* p) {
+    return lanes<F32>([&](int i) { return half_to_float(p[i]); });
+}
+inline void store_f16(uint16_t* p, F32 a) {
+    for (int i = 0; i < kLanes; ++i) p[i] = float_to_half(a.v[i]);
+}
+inline I32 load_s8(const int8_t* p) {
+    return lanes<I32>([&](int i) { return static_cast<int32_t>(p[i]); });
+}
+inline I32 load_u8(const uint8_t* p) {
+    return lanes<I32>([&](int i) { return static_cast<int32_t>(p[i]); });
+}
+inline void store_s8(int8_t* p, I32 a) {
+    for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(a.v[i]);
+}
+
+inline Bytes load_bytes(const uint8_t* p) {
+    Bytes a;
+    std::memcpy(a.v, p, sizeof a.v);
+    return a;
+}
+inline void store_bytes(uint8_t* p, Bytes a) { std::memcpy(p, a.v, sizeof a.v); }
+inline Bytes low_nibbles(Bytes a) {
+    for (uint8_t& x : a.v) x &= 15;
+    return a;
+}
+inline Bytes high_nibbles(Bytes a) {
+    for (uint8_t& x : a.v) x >>= 4;
+    return a;
+}
+inline Bytes broadcast4(const int8_t* p) {
+    Bytes a;
+    for (int i = 0; i < 64; i += 4) std::memcpy(a.v + i, p, 4);
+    return a;
+}
+template <bool kEightBits>
+inline I32 dot4(I32 acc, Bytes weights, Bytes activations) {
+    for (int i = 0; i < 64; ++i) acc.v[i / 4] += weights.v[i] * static_cast<int8_t>(activations.v[i]);
+    return acc;
+}
+
+inline float reduce_add(F32 a) {
+    for (int step = 8; step > 0; step /= 2) {
+        for (int i = 0; i < step; ++i) a.v[i] = a.v[i] + a.v[i + step];
+    }
+    return a.v[0];
+}
+inline float reduce_max(F32 a) {
+    for (int step = 8; step > 0; step /= 2) {
+        for (int i = 0; i < step; ++i) a.v[i] = a.v[i] > a.v[i + step] ? a.v[i] : a.v[i + step];
+    }
+    return a.v[0];
+}
+inline int32_t reduce_add(I32 a) {
+    int32_t sum = 0;
+    for (int32_t x : a.v) sum += x;
+    return sum;
+}
+
+inline void prefetch(const void*) {}

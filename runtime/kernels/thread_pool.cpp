@@ -1,0 +1,91 @@
+#include "thread_pool.h"
+
+#include <unistd.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace nybble {
+namespace {
+
+// About 100 microseconds: longer than a phase of a step, and than the Python side between two steps.
+constexpr int kSpins = 2500;
+
+inline void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");
+#endif
+}
+
+void wait_while(const std::atomic<uint32_t>& value, uint32_t old) {
+    for (int i = 0; i < kSpins; ++i) {
+        if (value.load(std::memory_order_acquire) != old) return;
+        pause();
+    }
+    while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
+}
+
+}  // namespace
+
+ThreadPool::ThreadPool(int threads) : threads_(threads) { start(); }
+
+ThreadPool::~ThreadPool() {
+    if (pid_ != static_cast<int>(getpid())) {  // a forked child that never ran: the threads are not its own
+        for (std::thread& worker : workers_) worker.detach();
+        return;
+    }
+    stop_ = true;
+    generation_.fetch_add(1, std::memory_order_release);
+    generation_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+}
+
+void ThreadPool::start() {
+    for (std::thread& worker : workers_) worker.detach();  // after fork: handles of the parent's threads
+    workers_.clear();
+    pid_ = static_cast<int>(getpid());
+    arrived_.store(0, std::memory_order_relaxed);
+    const uint32_t seen = generation_.load(std::memory_order_relaxed);
+    for (int thread = 1; thread < threads_; ++thread) {
+        workers_.emplace_back([this, thread, seen] { loop(thread, seen); });
+    }
+}
+
+void ThreadPool::loop(int thread, uint32_t seen) {
+    for (;;) {
+        wait_while(generation_, seen);
+        seen = generation_.load(std::memory_order_acquire);
+        if (stop_) return;
+        work_(context_, thread);
+        barrier();
+    }
+}
+
+void ThreadPool::run(Work work, void* context) {
+    if (pid_ != static_cast<int>(getpid())) start();
+    work_ = work;
+    context_ = context;
+    if (threads_ > 1) {
+        generation_.fetch_add(1, std::memory_order_release);
+        generation_.notify_all();
+    }
+    work(context, 0);
+    barrier();
+}
+
+void ThreadPool::barrier() {
+    if (threads_ == 1) return;
+    const uint32_t phase = phase_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(threads_)) {
+        arrived_.store(0, std::memory_order_relaxed);
+        phase_.store(phase + 1, std::memory_order_release);
+        phase_.notify_all();
+    } else {
+        wait_while(phase_, phase);
+    }
+}
+
+}  // namespace nybble

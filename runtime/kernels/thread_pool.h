@@ -1,0 +1,44 @@
+// A small persistent pool: one parallel region a step, with barriers inside. Waiting spins for a bounded
+// time, then sleeps, so that an idle pool costs nothing and a busy neighbour on a core costs little.
+#pragma once
+
+#include <atomic>
+#include <thread>
+#include <vector>
+
+namespace nybble {
+
+class ThreadPool {
+  public:
+    // `threads` counts the caller: 1 starts none.
+    explicit ThreadPool(int threads);
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
+
+    int size() const { return threads_; }
+
+    // Calls work(context, thread) for every thread, the caller as 0, and returns when all have. One caller at
+    // a time.
+    using Work = void (*)(void* context, int thread);
+    void run(Work work, void* context);
+
+    // Inside `run`: returns when every thread has arrived.
+    void barrier();
+
+  private:
+    void start();
+    void loop(int thread, uint32_t seen);
+
+    const int threads_;
+    int pid_ = 0;  // after fork the child has none of the threads and starts its own
+    std::vector<std::thread> workers_;
+    Work work_ = nullptr;
+    void* context_ = nullptr;
+    bool stop_ = false;
+    alignas(64) std::atomic<uint32_t> generation_{0};
+    alignas(64) std::atomic<uint32_t> arrived_{0};
+    alignas(64) std::atomic<uint32_t> phase_{0};
+};
+
+}  // namespace nybble
