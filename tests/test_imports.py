@@ -151,7 +151,7 @@ def test_nothing_unpickles():
 
 def test_no_path_of_one_machine_is_written_down():
     """Home folders, and the places where checkouts live."""
-    machine_path = re.compile(r"(?<![\w.])/(?:(?:home|Users)/(?!someone/)|(?:root|work|var/folders|mnt)/)")
+    machine_path = re.compile(r"(?<![\w.])/(?:(?:home|Users)/(?!someone\b)|(?:root|work|var/folders|mnt)/)")
     files = [ROOT / name for name in ("README.md", "CMakeLists.txt", "Makefile", "pyproject.toml")]
     for folder in (*PACKAGES.values(), ROOT / "docs", ROOT / "benchmarks", ROOT / "tests"):
         files += [
