@@ -1,7 +1,7 @@
 """A thin layer over onnx-ir for writing graphs and function bodies one operator at a time."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,36 +43,22 @@ class Builder:
         self.initializers: dict[str, ir.Value] = {}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
 
-    @overload
-    def op(
-        self, op_type: str, *inputs: ir.Value | None, domain: str = ..., **attributes: Any
-    ) -> ir.Value: ...
-    @overload
-    def op(
-        self, op_type: str, *inputs: ir.Value | None, outputs: int, domain: str = ..., **attributes: Any
-    ) -> tuple[ir.Value, ...]: ...
-    def op(
-        self,
-        op_type: str,
-        *inputs: ir.Value | None,
-        outputs: int | None = None,
-        domain: str = "",
-        **attributes: Any,
-    ) -> ir.Value | tuple[ir.Value, ...]:
-        """Appends a node. Returns its output, or all of them when `outputs` says how many. An attribute may
-        be an `ir.Attr` reference to one of the function's own."""
-        node = ir.Node(
-            domain,
-            op_type,
-            inputs,
-            [
-                a if isinstance(a, ir.Attr) else ir.convenience.convert_attribute(n, a)
-                for n, a in attributes.items()
-            ],
-            num_outputs=outputs or 1,
-        )
+    def op(self, op_type: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
+        """Appends a node of one output, which it returns. An attribute may be an `ir.Attr`, such as a
+        reference to one of the function's own."""
+        return self.ops(op_type, *inputs, outputs=1, domain=domain, **attributes)[0]
+
+    def ops(
+        self, op_type: str, *inputs: ir.Value | None, outputs: int, domain: str = "", **attributes: Any
+    ) -> tuple[ir.Value, ...]:
+        """`op` for a node of several outputs."""
+        converted = [
+            value if isinstance(value, ir.Attr) else ir.convenience.convert_attribute(name, value)
+            for name, value in attributes.items()
+        ]
+        node = ir.Node(domain, op_type, inputs, converted, num_outputs=outputs)
         self.nodes.append(node)
-        return node.outputs[0] if outputs is None else tuple(node.outputs)
+        return tuple(node.outputs)
 
     def constant(self, value: Any, dtype: Any = np.int64) -> ir.Value:
         """A small constant; equal ones are shared."""
@@ -84,11 +70,13 @@ class Builder:
 
     def initializer(self, tensor: ir.TensorProtocol) -> ir.Value:
         """A weight; asked for twice, it is shared."""
-        name = tensor.name
-        assert name is not None
+        name = tensor.name or ""
         if name not in self.initializers:
             self.initializers[name] = ir.Value(
-                name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
+                name=name,
+                shape=ir.Shape(tensor.shape.numpy()),
+                type=ir.TensorType(tensor.dtype),
+                const_value=tensor,
             )
         return self.initializers[name]
 

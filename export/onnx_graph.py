@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from ..models.spec import Activation, ModelSpec
-from ..quant.packing import QuantizedTensor
 from .onnx_attention import NAME as PAGED_ATTENTION
 from .onnx_attention import PackedLayout, paged_attention_function
 from .onnx_builder import IR_VERSION, NYBBLE, OPSET_IMPORTS, Builder, MemoryStore, TensorStore, graph_input
 from .onnx_dependency import ir
-from .onnx_linear import Embedding, LinearWriter, store_embedding, write_embedding, write_head
+from .onnx_linear import Embedding, LinearWriter, as_float, store_embedding, write_embedding, write_head
 from .onnx_spec import spec_to_json
 from .weights import LogicalWeights
 
@@ -63,7 +62,7 @@ class _Decoder:
         self.slot_mappings = [b.op("Gather", slot_mapping, b.constant(g), axis=0) for g in groups]
         self.cos, self.sin = self._rotations(token_ids)
 
-        shape = ["num_blocks", "page_size", spec.num_kv_heads, spec.head_dim]
+        shape: list[int | str] = ["num_blocks", "page_size", spec.num_kv_heads, spec.head_dim]
         caches = [
             graph_input(f"{kind}_cache.{layer}", ir.DataType.FLOAT, shape)
             for layer in range(spec.num_layers)
@@ -132,8 +131,7 @@ class _Decoder:
         return hidden, embedding
 
     def _norm(self, x: ir.Value, name: str) -> ir.Value:
-        weight = self.weights.tensor(name)
-        assert not isinstance(weight, QuantizedTensor)
+        weight = as_float(self.weights.tensor(name), name)
         return self.b.op("RMSNormalization", x, self.writer.put(name, weight), epsilon=self.spec.norm_eps)
 
     def _layer(self, layer: int, hidden: ir.Value, caches: list[ir.Value]) -> tuple[ir.Value, list[ir.Value]]:
@@ -145,7 +143,7 @@ class _Decoder:
         k = self._rotate(k, prefix + "self_attn.k_norm.weight", spec.num_kv_heads)
         window = spec.sliding_windows[layer] if spec.sliding_windows else None
         group = window_groups(spec).index(window)
-        attended, *written = b.op(
+        attended, *written = b.ops(
             PAGED_ATTENTION,
             q,
             k,

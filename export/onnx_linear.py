@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import UnsupportedModelError
 from ..models.spec import LinearSpec
 from ..quant.packing import QuantizedTensor, matmulnbits_block, to_matmulnbits
 from .onnx_builder import MICROSOFT, Builder, TensorStore
@@ -61,7 +62,7 @@ class LinearWriter:
         alike."""
         tensors = [weights.tensor(layer.name) for layer in layers]
         biases = [
-            _float(weights.tensor(layer.bias_name), layer.bias_name) if layer.bias else None
+            as_float(weights.tensor(layer.bias_name), layer.bias_name) if layer.bias else None
             for layer in layers
         ]
         if len(layers) == 1 or not _alike(tensors) or len({b is None for b in biases}) > 1:
@@ -71,7 +72,7 @@ class LinearWriter:
             ]
         y = self._linear(x, fused, layers, tensors, biases)
         sizes = self.builder.constant([layer.out_features for layer in layers])
-        return list(self.builder.op("Split", y, sizes, outputs=len(layers), axis=1))
+        return list(self.builder.ops("Split", y, sizes, outputs=len(layers), axis=1))
 
     def _linear(
         self,
@@ -83,21 +84,14 @@ class LinearWriter:
     ) -> ir.Value:
         row = 0
         for layer, tensor in zip(layers, tensors, strict=True):
-            quantized = isinstance(tensor, QuantizedTensor)
-            self.layout[layer.name] = StoredTensor(
-                stored,
-                row,
-                layer.out_features,
-                layer.in_features,
-                tensor.bits if quantized else None,
-                tensor.group_size if quantized else None,
-            )
+            kind = (tensor.bits, tensor.group_size) if isinstance(tensor, QuantizedTensor) else (None, None)
+            self.layout[layer.name] = StoredTensor(stored, row, layer.out_features, layer.in_features, *kind)
             row += layer.out_features
         given = [bias for bias in biases if bias is not None]
         bias = self.put(stored + ".bias", *given) if given else None
         first = tensors[0]
         if not isinstance(first, QuantizedTensor):
-            weight = self.put(stored + ".weight", *(_float(t, stored) for t in tensors))
+            weight = self.put(stored + ".weight", *(as_float(t, stored) for t in tensors))
             return self.builder.op("Gemm", x, weight, *([bias] if bias else []), transB=1)
         packed = [to_matmulnbits(t) for t in tensors if isinstance(t, QuantizedTensor)]
         b = self.put(stored + ".qweight", *(p[0] for p in packed))
@@ -165,11 +159,11 @@ def write_embedding(
         embedding.scales,
         domain=MICROSOFT,
         bits=like.bits,
-        block_size=like.group_size,
+        block_size=matmulnbits_block(like.group_size, like.in_features),
         gather_axis=0,
         quantize_axis=1,
     )
-    if like.in_features % like.group_size:
+    if like.in_features % matmulnbits_block(like.group_size, like.in_features):
         zero, end = b.constant([0]), b.constant([hidden_size])
         rows = b.op("Slice", rows, zero, end, b.constant([1]))
     return rows, embedding
@@ -183,7 +177,9 @@ def store_embedding(writer: LinearWriter, name: str, tensor: LogicalTensor) -> E
         writer.layout[name] = StoredTensor(stored, 0, *tensor.shape)
         return Embedding(writer.put(stored + ".weight", tensor), None, None)
     if tensor.zeros is not None or tensor.permutation is not None:
-        raise NotImplementedError
+        raise UnsupportedModelError(
+            f"{name}: asymmetric or permuted; an embedding or head is neither in ONNX"
+        )
     writer.layout[name] = StoredTensor(
         stored, 0, tensor.out_features, tensor.in_features, tensor.bits, tensor.group_size
     )
@@ -220,7 +216,8 @@ def _alike(tensors: Sequence[LogicalTensor]) -> bool:
     return all(isinstance(t, QuantizedTensor) and key(t) == key(first) for t in tensors)
 
 
-def _float(tensor: LogicalTensor, name: str) -> NDArray[np.float32]:
+def as_float(tensor: LogicalTensor, name: str) -> NDArray[np.float32]:
+    """A tensor that has to be float32: a norm, a bias, or one alike with others that are."""
     if isinstance(tensor, QuantizedTensor):
-        raise TypeError(f"{name} is quantized; expected float32")
+        raise UnsupportedModelError(f"{name}: quantized; the ONNX graph needs it in float32")
     return tensor

@@ -29,7 +29,7 @@ def output_name(cache: str) -> str:
 def build_page_operation(spec: ModelSpec, operation: PageOperation, dtype: ir.DataType) -> ir.Model:
     """`copy` (inputs `src`, `dst` [n] int32), `read` (`ids`; output `data`) or `write` (`ids`, `data`)."""
     b = Builder()
-    page = ["page_size", spec.num_kv_heads, spec.head_dim]
+    page: list[int | str] = ["page_size", spec.num_kv_heads, spec.head_dim]
     names = cache_names(spec)
     caches = [graph_input(name, dtype, ["num_blocks", *page]) for name in names]
     data = graph_input("data", dtype, ["n", len(names), *page])

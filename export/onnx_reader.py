@@ -147,9 +147,9 @@ class OnnxWeights:
         tensor = None if value is None else value.const_value
         if not isinstance(tensor, ir.ExternalTensor):
             raise ModelFormatError(f"{self._name}: initializer {name} is missing")
-        rows = tensor.shape[0] if len(tensor.shape) else 0
-        found = f"{tensor.dtype} {list(tensor.shape.numpy())}"
-        size = math.prod(tensor.shape.numpy())
+        shape = tensor.shape.numpy()
+        rows = shape[0] if shape else 0
+        found, size = f"{tensor.dtype} {list(shape)}", math.prod(shape)
         if tensor.dtype != ir.DataType.from_numpy(np.dtype(dtype)) or size != rows * width:
             raise ModelFormatError(
                 f"{self._name}: {name} is {found}; expected {np.dtype(dtype)} rows of {width}"

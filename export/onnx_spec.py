@@ -45,7 +45,7 @@ def _fields(cls: type[ModelSpec] | type[RopeSpec], data: dict[str, Any], where: 
         value = tuple(value) if isinstance(value, list) else value
         if hints[name] is not RopeSpec and not _matches(value, hints[name]):
             raise ModelFormatError(f"{where}: {name} is {value!r}; expected {hints[name]}")
-        values[name] = float(value) if hints[name] is float else value
+        values[name] = float(value) if isinstance(value, int) and hints[name] is float else value
     return values
 
 

@@ -41,7 +41,7 @@ class _FileStore:
         self.file.write(bytes(offset - self.file.tell()))
         for part in parts:
             little = np.ascontiguousarray(part, part.dtype.newbyteorder("<"))
-            self.file.write(memoryview(little).cast("B") if little.size else b"")
+            self.file.write(little.data)
         return external_tensor(name, parts, WEIGHTS, offset, self.folder)
 
 

@@ -162,7 +162,7 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
         self._bindings = {}  # frees the sessions for another cache type first
         set_cache_type(model, cache_type)
         settings: dict[str, Any] = {"providers": self.providers, "threads": self._threads}
-        graphs = {
+        graphs: dict[str, tuple[ir.Model, dict[str, Any]]] = {
             operation: (build_page_operation(self._spec, operation, cache_type), settings)
             for operation in PAGE_OPERATIONS
         }
