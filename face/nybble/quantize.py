@@ -21,7 +21,7 @@ def quantize(
     recipe: Recipe | None = None,
     calibration: str | Path | None = None,
     formats: Sequence[str] = ("gptq", "onnx"),
-    checkpoint_format: str = "gptq",
+    checkpoint_format: str = "auto",
     overwrite: bool = False,
     threads: int | None = None,
     progress: Report | None = None,
@@ -36,30 +36,30 @@ def quantize(
 
     Raises `NybbleError`'s subclasses; nothing is left behind then.
     """
-    from .export import check_output, write_artifact
+    from .export import check_formats, check_output, write_artifact
     from .models import open_source
     from .quant.calibration import load_calibration
     from .quant.quantize import quantize as quantize_model
-    from .runtime.chat_template import ChatTemplate
     from .runtime.tokenizer import Tokenizer
 
-    try:
-        chosen = replace(recipe or Recipe(), **settings)
-    except TypeError:
-        unknown = sorted(set(settings) - set(Recipe.__dataclass_fields__))
-        raise SettingError(f"unknown recipe settings: {', '.join(unknown)}") from None
+    unknown = sorted(set(settings) - set(Recipe.__dataclass_fields__))
+    if unknown:
+        raise SettingError(f"unknown recipe settings: {', '.join(unknown)}")
+    chosen = replace(recipe or Recipe(), **settings)
     out = Path(out)
-    check_output(out, overwrite=overwrite)
+    check_formats(formats)
+    check_output(out, overwrite)
     source = open_source(src)
     try:
-        tokenizer = Tokenizer.from_files(source.tokenizer_files)
-        template = ChatTemplate.from_files(source.tokenizer_files)
-        text = load_calibration(
-            Path(calibration) if calibration is not None else None,
-            encode=tokenizer.encode,
-            render=template.render,
-            recipe=chosen,
-        )
+        text = None
+        if chosen.method == "gptq":
+            tokenizer = Tokenizer(source.tokenizer_files)
+            text = load_calibration(
+                Path(calibration) if calibration is not None else None,
+                encode=lambda text: tokenizer.encode(text, add_special_tokens=False, parse_special=True),
+                render=tokenizer.render_chat,
+                recipe=chosen,
+            )
         model = quantize_model(source, chosen, text, progress=progress, threads=threads)
     finally:
         source.close()

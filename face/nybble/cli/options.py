@@ -8,7 +8,7 @@ import click
 
 if TYPE_CHECKING:
     from ..llm import LLM
-    from ..sampling_params import SamplingParams
+    from ..runtime.sampling_params import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -67,7 +67,7 @@ def apply(options: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
 
 def sampling_params(settings: dict[str, Any]) -> "SamplingParams":
     """Takes the sampling options out of a command's parameters."""
-    from ..sampling_params import SamplingParams
+    from ..runtime.sampling_params import SamplingParams
 
     chosen = {name: settings.pop(name) for name in SAMPLING_NAMES}
     return SamplingParams(

@@ -58,7 +58,7 @@ RECIPE = (
 )
 @click.option("--formats", default="gptq,onnx", show_default=True, help="gptq, onnx, or both.")
 @click.option(
-    "--checkpoint-format", type=click.Choice(["gptq", "gptq_v2"]), default="gptq", show_default=True
+    "--checkpoint-format", type=click.Choice(["auto", "gptq", "gptq_v2"]), default="auto", show_default=True
 )
 @click.option("--overwrite", is_flag=True, help="Replace the artifact that is at the output.")
 @click.option("--threads", type=int, help="[default: the cores this process may use]")

@@ -1,0 +1,111 @@
+"""`nybble chat`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import RequestError
+from .options import LOADING, SAMPLING, apply, load, sampling_params
+from .run import statistics
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+    from ..runtime.sampling_params import SamplingParams
+
+EPILOG = """\b
+Commands inside the chat:
+  /reset          forget the conversation
+  /system TEXT    set the system message and start again; without TEXT show it
+  /exit           leave (Ctrl-D too); Ctrl-C stops an answer and keeps the chat
+
+\b
+Example:
+  nybble chat smollm2-int4 --temperature 0.7 --top-p 0.9
+"""
+
+
+@click.command("chat", epilog=EPILOG)
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--system", help="The system message.")
+@click.option("--stats", is_flag=True, help="Show times after each answer.")
+@apply(SAMPLING)
+@apply(LOADING)
+def command(artifact: Path, system: str | None, stats: bool, **settings: Any) -> None:
+    """Talk to the model in ARTIFACT, offline."""
+    params = sampling_params(settings)
+    with load(artifact, settings) as llm:
+        Chat(llm, params, system, stats).run()
+
+
+class Chat:
+    """A conversation in the terminal."""
+
+    def __init__(self, llm: "LLM", params: "SamplingParams", system: str | None, stats: bool) -> None:
+        self.llm = llm
+        self.params = params
+        self.system = system
+        self.stats = stats
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def run(self) -> None:
+        click.echo(
+            "/reset forgets, /system TEXT sets the system message, /exit leaves; Ctrl-C stops an answer."
+        )
+        while True:
+            try:
+                line = input("> ").strip()
+            except EOFError:
+                click.echo()
+                return
+            except KeyboardInterrupt:
+                click.echo()
+                continue
+            if line.startswith("/"):
+                if not self.control(line):
+                    return
+            elif line:
+                self.answer(line)
+
+    def control(self, line: str) -> bool:
+        """Carries out a command; False ends the chat."""
+        name, _, text = line.partition(" ")
+        if name == "/exit":
+            return False
+        if name == "/reset":
+            self.reset()
+            click.echo("The conversation is forgotten.")
+        elif name == "/system":
+            if text.strip():
+                self.system = text.strip()
+                self.reset()
+                click.echo("The system message is set; the conversation starts again.")
+            else:
+                click.echo(self.system or "There is no system message.")
+        else:
+            click.echo(f"{name}: no such command; /reset, /system TEXT, /exit")
+        return True
+
+    def answer(self, question: str) -> None:
+        """Streams the answer. Stopped by Ctrl-C, what was said so far stays in the conversation."""
+        self.messages.append({"role": "user", "content": question})
+        try:
+            stream = self.llm.stream(self.messages, self.params)
+        except RequestError as error:
+            self.messages.pop()
+            click.echo(f"{error}; /reset starts again")
+            return
+        with stream:
+            try:
+                for piece in stream:
+                    click.echo(piece.text, nl=False)
+            except KeyboardInterrupt:
+                click.echo(" [stopped]", nl=False)
+        click.echo()
+        self.messages.append({"role": "assistant", "content": stream.output.text})
+        if self.stats:
+            click.echo(statistics(stream.output), err=True)
