@@ -1,7 +1,7 @@
 """How is a quantized model written down, and read back?"""
 
 from .artifact import Artifact, open_artifact
-from .artifact_writer import write_artifact
+from .artifact_writer import artifact_bytes, check_formats, write_artifact
 from .atomic import check_output
 from .manifest import Manifest
 from .verify import verify_files, verify_integers
@@ -9,6 +9,8 @@ from .verify import verify_files, verify_integers
 __all__ = [
     "Artifact",
     "Manifest",
+    "artifact_bytes",
+    "check_formats",
     "check_output",
     "open_artifact",
     "verify_files",

@@ -4,13 +4,16 @@ import json
 import logging
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 from ..errors import OutputError, SettingError
+from ..models.spec import ModelSpec
 from ..quant.model import QuantizedModel
-from ..quant.packing import HEAD_GROUP_SIZE, CheckpointFormat
+from ..quant.packing import HEAD_BITS, HEAD_GROUP_SIZE, CheckpointFormat
+from ..quant.recipe import Recipe
 from .artifact import ONNX_FOLDER, QUANTIZE_CONFIG
 from .atomic import check_output, check_space, new_folder
 from .gptq import INDEX_NAME, SHARD_LIMIT, plan_gptq, write_gptq
@@ -22,9 +25,44 @@ from .weights import QuantizedModelWeights
 log = logging.getLogger("nybble.export")
 
 Report = Callable[[str, int, int], None]
-CheckpointFormatChoice = CheckpointFormat | Literal["auto"]
+CHECKPOINT_FORMATS: tuple[CheckpointFormat, ...] = get_args(CheckpointFormat)
 # Beyond the tensors: headers, the graph, the tokenizer, paddings.
 SPACE_MARGIN_BYTES = 8 << 20
+
+
+def check_formats(formats: Sequence[str]) -> tuple[Format, ...]:
+    """The formats in their fixed order. Raises `SettingError` for an unknown one or none,
+    `MissingDependencyError` where writing one needs a package that is not installed. Worth calling before
+    hours of quantizing, like `check_output`."""
+    chosen = tuple(f for f in FORMATS if f in formats)
+    unknown = [f for f in formats if f not in FORMATS]
+    if unknown or not chosen:
+        found = repr(unknown[0]) if unknown else "empty"
+        raise SettingError(f"formats is {found}; expected {' or '.join(FORMATS)}, or both")
+    if "onnx" in chosen:
+        import_module(".onnx_dependency", __package__)
+    return chosen
+
+
+def artifact_bytes(spec: ModelSpec, recipe: Recipe) -> dict[Format, int]:
+    """About how many bytes each half takes on the disk, known before anything is quantized."""
+    gptq = sum(shard.nbytes for shard in plan_gptq(spec, recipe.bits, recipe.group_size))
+    onnx = 0
+    for name, shape in spec.tensors().items():
+        if len(shape) == 1:
+            onnx += 4 * shape[0]
+        elif name in (spec.embedding_name, spec.head_name):
+            onnx += _quantized_bytes(shape, HEAD_BITS, HEAD_GROUP_SIZE)
+        else:
+            onnx += _quantized_bytes(shape, recipe.bits, recipe.group_size)
+    return {"gptq": gptq, "onnx": onnx}
+
+
+def _quantized_bytes(shape: tuple[int, ...], bits: int, group_size: int) -> int:
+    """Bytes of a weight [out, in] in the ONNX half: codes, float32 scales, and zero points at most."""
+    out, columns = shape
+    blocks = -(-columns // (128 if group_size == -1 else group_size))
+    return out * (-(-columns * bits // 8) + blocks * 5)
 
 
 def write_artifact(
@@ -32,7 +70,7 @@ def write_artifact(
     out: Path,
     *,
     formats: Sequence[str] = FORMATS,
-    checkpoint_format: CheckpointFormatChoice = "auto",
+    checkpoint_format: str = "auto",
     overwrite: bool = False,
     progress: Report | None = None,
     quality: Mapping[str, Any] | None = None,
@@ -45,16 +83,16 @@ def write_artifact(
     manifest, in values that JSON has. `shard_limit` is the largest safetensors file in bytes.
 
     Raises `OutputError`: `out` exists and `overwrite` is off, or is not an artifact; the disk is full or
-    cannot be written; a tensor is missing. `SettingError` for an unknown format.
+    cannot be written; a tensor is missing. `SettingError` for an unknown format, `MissingDependencyError` for
+    one whose package is not installed.
     """
-    chosen = _chosen_formats(formats)
+    chosen = check_formats(formats)
     resolved = _resolved_checkpoint_format(model, checkpoint_format)
     report = progress or (lambda stage, done, total: None)
     real = check_output(out, overwrite)
     for name in model.tokenizer_files:
         check_file_name(name, f"{out}: tokenizer file", OutputError)
-    gptq_bytes = sum(s.nbytes for s in plan_gptq(model.spec, model.recipe.bits, model.recipe.group_size))
-    needed = {"gptq": gptq_bytes, "onnx": _onnx_bytes(model)}
+    needed = artifact_bytes(model.spec, model.recipe)
     check_space(real, sum(needed[f] for f in chosen) + SPACE_MARGIN_BYTES)
     refused = _refusals(model, resolved) if "gptq" in chosen else {}
     for reason in dict.fromkeys(refused.values()):
@@ -68,7 +106,7 @@ def write_artifact(
             def advance(written: int) -> None:
                 nonlocal done
                 done += written
-                report("gptq", done, gptq_bytes)
+                report("gptq", done, needed["gptq"])
 
             write_gptq(model, folder, checkpoint_format=resolved, shard_limit=shard_limit, advance=advance)
         if "onnx" in chosen:
@@ -93,21 +131,12 @@ def write_artifact(
     return manifest
 
 
-def _chosen_formats(formats: Sequence[str]) -> tuple[Format, ...]:
-    chosen = tuple(f for f in FORMATS if f in formats)
-    unknown = [f for f in formats if f not in FORMATS]
-    if unknown or not chosen:
-        found = repr(unknown[0]) if unknown else "empty"
-        raise SettingError(f"formats is {found}; expected {' or '.join(FORMATS)}, or both")
-    return chosen
-
-
-def _resolved_checkpoint_format(model: QuantizedModel, choice: CheckpointFormatChoice) -> CheckpointFormat:
+def _resolved_checkpoint_format(model: QuantizedModel, choice: str) -> CheckpointFormat:
     if choice == "auto":
         return "gptq" if model.recipe.symmetric else "gptq_v2"
-    if choice not in ("gptq", "gptq_v2"):
+    if choice not in CHECKPOINT_FORMATS:
         raise SettingError(f"checkpoint_format is {choice!r}; expected auto, gptq or gptq_v2")
-    return choice
+    return CHECKPOINT_FORMATS[CHECKPOINT_FORMATS.index(choice)]
 
 
 def _refusals(model: QuantizedModel, checkpoint_format: CheckpointFormat) -> dict[str, str]:
@@ -161,15 +190,6 @@ def _half_of(name: str) -> Format | None:
     if name.startswith(f"{ONNX_FOLDER}/"):
         return "onnx"
     return "gptq" if name.endswith(".safetensors") or name in (INDEX_NAME, QUANTIZE_CONFIG) else None
-
-
-def _onnx_bytes(model: QuantizedModel) -> int:
-    """About what `weights.bin` takes: the codes and scales of the layers, and the head in 8 bits."""
-    spec = model.spec
-    total = sum(t.nbytes for t in model.tensors.values())
-    heads = 1 if spec.tied_embeddings else 2
-    # The model holds head and embedding in 16 bits; the graph's scales are float32.
-    return total - heads * spec.vocab_size * spec.hidden_size * (HEAD_GROUP_SIZE - 4) // HEAD_GROUP_SIZE
 
 
 def _versions() -> dict[str, str]:

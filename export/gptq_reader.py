@@ -1,6 +1,7 @@
 """Reads a GPTQ checkpoint back as logical tensors: the artifact's half, and what GPTQModel or AutoGPTQ wrote
 in the same layout."""
 
+import weakref
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ class GptqWeights:
         self.spec: ModelSpec = spec_from_config(config, str(config_path))
         self.gptq_config = read_gptq_config(self.folder, config)
         self._shards = open_shards(self.folder)
+        # An executor that reads the weights once need not say when it is done.
+        self._close = weakref.finalize(self, _close_all, list(self._shards.values()))
         try:
             self._check_tensors()
         except BaseException:
@@ -54,8 +57,7 @@ class GptqWeights:
         return values
 
     def close(self) -> None:
-        for shard in {id(s): s for s in self._shards.values()}.values():
-            shard.close()
+        self._close()
 
     def __enter__(self) -> "GptqWeights":
         return self
@@ -161,7 +163,11 @@ def open_shards(folder: Path) -> dict[str, SafetensorsFile]:
                     f"{folder / name}: tensor {shown(tensor)} is missing, but {INDEX_FILE} says it is there"
                 )
     except BaseException:
-        for opened in files.values():
-            opened.close()
+        _close_all(list(files.values()))
         raise
     return {tensor: files[name] for tensor, name in shard_of.items()}
+
+
+def _close_all(files: list[SafetensorsFile]) -> None:
+    for file in files:
+        file.close()

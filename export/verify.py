@@ -9,7 +9,8 @@ from ..quant.packing import QuantizedTensor, from_gptq, to_gptq
 from .artifact import check_size, open_artifact, present_formats
 from .artifact_writer import Report
 from .atomic import recover
-from .manifest import MANIFEST_NAME, read_manifest
+from .gptq_reader import GptqWeights
+from .manifest import FORMATS, MANIFEST_NAME, read_manifest
 from .safetensors_writer import file_sha256
 from .weights import LogicalTensor
 
@@ -59,14 +60,17 @@ def verify_integers(path: str | Path, progress: Report | None = None) -> int:
     Raises `ModelFormatError` naming the first tensor that differs, or where a half is not there.
     """
     artifact = open_artifact(path)
-    gptq, onnx = artifact.weights("gptq"), artifact.weights("onnx")
+    for half in FORMATS:
+        artifact.chosen(half)
     names = list(artifact.spec.tensors())
-    for done, name in enumerate(names, 1):
-        difference = _difference(gptq.tensor(name), onnx.tensor(name))
-        if difference is not None:
-            raise ModelFormatError(f"{path}: tensor {name} differs between the halves: {difference}")
-        if progress is not None:
-            progress("integers", done, len(names))
+    onnx = artifact.weights("onnx")
+    with GptqWeights(artifact.folder) as gptq:
+        for done, name in enumerate(names, 1):
+            difference = _difference(gptq.tensor(name), onnx.tensor(name))
+            if difference is not None:
+                raise ModelFormatError(f"{path}: tensor {name} differs between the halves: {difference}")
+            if progress is not None:
+                progress("integers", done, len(names))
     return len(names)
 
 

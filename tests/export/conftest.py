@@ -1,7 +1,8 @@
 """Quantized models for the export tests: round to nearest in numpy, written from the definition and not with
 Nybble's quantizer."""
 
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,19 @@ def rtn_model(make_tiny_model: Callable[..., Path]) -> Callable[..., QuantizedMo
 def quantize_source_with_rtn() -> Callable[[str | Path, Recipe], QuantizedModel]:
     """`quantize_source_with_rtn(src, recipe) -> QuantizedModel` for anything that `open_source` opens."""
     return quantize_with_rtn
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("mounting a tmpfs needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)

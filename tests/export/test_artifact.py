@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from nybble.errors import ModelFormatError, OutputError, SettingError
-from nybble.export import open_artifact, verify_files, verify_integers, write_artifact
+from nybble.export import artifact_bytes, open_artifact, verify_files, verify_integers, write_artifact
 from nybble.quant.model import QuantizedModel
 from nybble.quant.packing import QuantizedTensor
 
@@ -253,7 +253,7 @@ def test_zero_points_are_written_in_the_format_that_loaders_take(rtn_model: Make
     assert checkpoint_format("v1") == "gptq"
     assert "GPTQModel" in manifest.refused_by
     with pytest.raises(SettingError, match="checkpoint_format"):
-        write_artifact(rtn_model(), tmp_path / "x", checkpoint_format="marlin")  # type: ignore[arg-type]
+        write_artifact(rtn_model(), tmp_path / "x", checkpoint_format="marlin")
 
 
 def test_no_absolute_path_travels_with_the_artifact(rtn_model: Make, tmp_path: Path) -> None:
@@ -279,6 +279,43 @@ def test_progress_counts_to_the_end_of_each_stage(rtn_model: Make, tmp_path: Pat
     last = {stage: (done, total) for stage, done, total in calls}
     assert set(last) == {"gptq", "onnx", "checksums"}
     assert all(done == total for done, total in last.values())
+
+
+@pytest.mark.parametrize("formats", [["gptq"], ["onnx"], ["gptq", "onnx"]])
+def test_a_disk_that_is_too_small_is_refused_beforehand_or_on_the_way(
+    rtn_model: Make, small_disk: Path, formats: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = rtn_model()
+    with pytest.raises(OutputError, match=r"the disk is full: \d+\.\d MB are needed"):
+        write_artifact(model, small_disk / "out", formats=formats)
+    # As if another program had filled it since then.
+    monkeypatch.setattr("nybble.export.artifact_writer.check_space", lambda out, needed: None)
+    fill = small_disk / "fill"
+    fill.write_bytes(bytes(900_000))
+    with pytest.raises(OutputError, match="the disk is full; nothing was left") as error:
+        write_artifact(model, small_disk / "out", formats=formats)
+    assert "\n" not in str(error.value)
+    assert list(small_disk.iterdir()) == [fill]
+
+
+@pytest.mark.parametrize("recipe", [{}, {"bits": 8, "symmetric": False}, {"group_size": -1}], ids=str)
+def test_sizes_are_known_beforehand(rtn_model: Make, tmp_path: Path, recipe: dict) -> None:
+    model = rtn_model("qwen2", {"vocab_size": 2000, "hidden_size": 256, "num_hidden_layers": 1}, **recipe)
+    manifest = write_artifact(model, tmp_path / "out")
+    predicted = artifact_bytes(model.spec, model.recipe)
+    for half in ("gptq", "onnx"):
+        written = sum(entry.size for entry in manifest.half_files(half).values())
+        assert predicted[half] == pytest.approx(written, rel=0.25)
+
+
+def test_a_quantized_model_is_gone_from_memory_maps_and_descriptors(whole: Path) -> None:
+    weights = open_artifact(whole).weights("gptq")
+    weights.tensor("model.layers.0.mlp.up_proj.weight")
+    target = str((whole / "model.safetensors").resolve())
+    assert target not in Path("/proc/self/maps").read_text(encoding="utf-8")
+    del weights
+    descriptors = [os.readlink(p) for p in Path("/proc/self/fd").iterdir() if p.is_symlink()]
+    assert target not in descriptors
 
 
 def test_an_export_killed_at_random_moments_leaves_the_previous_artifact(
