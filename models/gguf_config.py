@@ -10,8 +10,11 @@ from numpy.typing import NDArray
 from ..errors import ModelFormatError, UnsupportedModelError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# Metadata that changes what a model of these architectures computes, and the value that means "not used".
-_UNUSED = {"expert_count": 0, "attention.scale": None, "logit_scale": None, "embedding_scale": None}
+# Metadata of other architectures that changes what is computed; absent or 0 where it is not used.
+_FOREIGN = (
+    *("expert_count", "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "logit_scale"),
+    *("embedding_scale", "residual_scale", "attn_logit_softcapping", "final_logit_softcapping"),
+)
 # Original context lengths that llama3 scaling is tried with; Llama 3.1 and 3.2 have the first.
 _ORIGINAL_CONTEXTS = (8192, *(1 << n for n in range(10, 18)))
 
@@ -85,8 +88,9 @@ def config_from_metadata(
         raise UnsupportedModelError(
             f"{meta.where}: general.architecture is {arch[:60]!r}; supported: {', '.join(ARCHITECTURES)}"
         )
-    for name, neutral in _UNUSED.items():
-        if meta.values.get(f"{arch}.{name}", neutral) != neutral:
+    for name in _FOREIGN:
+        value = meta.values.get(f"{arch}.{name}", 0)
+        if not isinstance(value, int | float) or value != 0:
             raise UnsupportedModelError(f"{meta.where}: {arch}.{name} is set, which is not supported")
     embedding = shapes.get("token_embd.weight", ())
     if len(embedding) != 2:

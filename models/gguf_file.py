@@ -107,7 +107,10 @@ def read_bytes(fd: int, offset: int, out: NDArray[Any], where: str) -> None:
     view = out.data.cast("B")
     done = 0
     while done < len(view):
-        got = os.preadv(fd, [view[done:]], offset + done)
+        try:
+            got = os.preadv(fd, [view[done:]], offset + done)
+        except OSError as error:
+            raise ModelFormatError(f"{where}: cannot be read: {error.strerror}") from error
         if got == 0:
             raise ModelFormatError(
                 f"{where}: ends at byte {offset + done}, inside a tensor; was it cut short?"

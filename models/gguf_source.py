@@ -63,12 +63,9 @@ def open_gguf(path: Path, origin: str) -> "GgufSource":
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise ModelFormatError(f"{origin}: cannot be opened: {error.strerror}") from None
+        raise ModelFormatError(f"{origin}: cannot be opened: {error.strerror}") from error
     try:
         return GgufSource(fd, origin)
-    except OSError as error:
-        os.close(fd)
-        raise ModelFormatError(f"{origin}: cannot be read: {error.strerror}") from None
     except BaseException:
         os.close(fd)
         raise
@@ -112,11 +109,12 @@ class GgufSource:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the file, hexadecimal."""
-        digest, offset = hashlib.sha256(), 0
-        while block := os.pread(self._fd, _DIGEST_CHUNK, offset):
-            digest.update(block)
-            offset += len(block)
+        """SHA-256 of the file, hexadecimal, read in chunks."""
+        digest, size = hashlib.sha256(), os.fstat(self._fd).st_size
+        for offset in range(0, size, _DIGEST_CHUNK):
+            block = np.empty(min(_DIGEST_CHUNK, size - offset), np.uint8)
+            read_bytes(self._fd, offset, block, self.origin)
+            digest.update(block.data)
         return digest.hexdigest()
 
     def tensor(self, name: str) -> NDArray[np.float32]:

@@ -14,6 +14,7 @@ from .gguf_pretokenizers import PRETOKENIZERS, PreTokenizer
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _SPACE = "▁"
+_MAX_PIECE = 512  # characters in a SentencePiece token; each is tried in two parts at every place
 # Turn markers that llama.cpp treats as control tokens whatever type the file gives them.
 _TURN_MARKERS = frozenset(
     (
@@ -250,6 +251,11 @@ def _merges_from_scores(meta: Metadata, tokens: list[str], types: list[int]) -> 
     for token, kind, score in zip(tokens, types, scores, strict=True):
         if kind in (_UNKNOWN, _CONTROL, _BYTE) or len(token) < 2:
             continue
+        if len(token) > _MAX_PIECE:
+            raise ModelFormatError(
+                f"{meta.where}: the token {token[:40]!r}... has {len(token)} characters; expected at most "
+                f"{_MAX_PIECE}"
+            )
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         pairs = [(left, right) for left, right in pairs if left in known and right in known]
         if not pairs:

@@ -396,6 +396,8 @@ def test_every_token_that_ends_a_turn_is_a_stop_token(write: Callable[..., Path]
         ({"rope__dimension_count": 4}, "only 8, a head, is supported"),
         ({"attention__value_length": 16}, "only 8, a head, is supported"),
         ({"expert_count": 8}, r"llama\.expert_count is set"),
+        ({"expert_count": [8, 8]}, r"llama\.expert_count is set"),
+        ({"logit_scale": 0.5}, r"llama\.logit_scale is set"),
         ({"attention__head_count_kv": [2, 1]}, "differs between layers"),
     ],
 )

@@ -336,3 +336,16 @@ def test_byte_fallback_needs_every_byte(gguf_samples: ModuleType, tmp_path: Path
     gguf_samples.write_tokenizer(path, "llama", tokens, [2, 3, 3, 6, 1], {"scores": [0.0] * 5})
     with pytest.raises(UnsupportedModelError, match="no token for byte 1"):
         open_gguf(path, "m.gguf")
+
+
+def test_a_token_of_a_hundred_thousand_characters_is_refused(
+    gguf_samples: ModuleType, tmp_path: Path
+) -> None:
+    """It would be tried in two parts at every place."""
+    path = tmp_path / "m.gguf"
+    tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "a", "aa", "a" * 100_000]
+    types = [6] * 256 + [1] * 3
+    scores = [-float(n) for n in range(len(tokens))]
+    gguf_samples.write_tokenizer(path, "llama", tokens, types, {"scores": scores})
+    with pytest.raises(ModelFormatError, match="has 100000 characters; expected at most 512"):
+        open_gguf(path, "m.gguf")
