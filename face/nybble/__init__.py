@@ -1,3 +1,97 @@
-"""Nybble: a quantized inference runtime for small machines."""
+"""Nybble: a quantized inference runtime for small machines.
+
+    from nybble import LLM, SamplingParams
+
+    with LLM("smollm2-int4") as llm:
+        print(llm.chat([{"role": "user", "content": "What is the capital of France?"}]).text)
+
+Names are loaded when they are first used: `import nybble` brings in no room.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "llm",
+    "TokenStream": "llm",
+    "SamplingParams": "runtime.sampling_params",
+    "RequestOutput": "runtime.outputs",
+    "CompletionOutput": "runtime.outputs",
+    "Logprob": "runtime.outputs",
+    "Piece": "runtime.outputs",
+    "TextScore": "runtime.outputs",
+    "Timings": "runtime.outputs",
+    "quantize": "quantization",
+    "NybbleError": "errors",
+    "ModelFormatError": "errors",
+    "UnsupportedModelError": "errors",
+    "CalibrationError": "errors",
+    "QuantizationError": "errors",
+    "SettingError": "errors",
+    "OutputError": "errors",
+    "DoesNotFitError": "errors",
+    "RequestError": "errors",
+    "QueueFull": "errors",
+    "MissingDependencyError": "errors",
+    "ExecutorError": "errors",
+}
+
+if TYPE_CHECKING:
+    from .errors import (
+        CalibrationError,
+        DoesNotFitError,
+        ExecutorError,
+        MissingDependencyError,
+        ModelFormatError,
+        NybbleError,
+        OutputError,
+        QuantizationError,
+        QueueFull,
+        RequestError,
+        SettingError,
+        UnsupportedModelError,
+    )
+    from .llm import LLM, TokenStream
+    from .quantization import quantize
+    from .runtime.outputs import CompletionOutput, Logprob, Piece, RequestOutput, TextScore, Timings
+    from .runtime.sampling_params import SamplingParams
+
+__all__ = [
+    "LLM",
+    "CalibrationError",
+    "CompletionOutput",
+    "DoesNotFitError",
+    "ExecutorError",
+    "Logprob",
+    "MissingDependencyError",
+    "ModelFormatError",
+    "NybbleError",
+    "OutputError",
+    "Piece",
+    "QuantizationError",
+    "QueueFull",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "SettingError",
+    "TextScore",
+    "Timings",
+    "TokenStream",
+    "UnsupportedModelError",
+    "__version__",
+    "quantize",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
