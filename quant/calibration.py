@@ -77,7 +77,7 @@ def read_text(path: Path, render: Render | None) -> str:
     except OSError as error:
         raise CalibrationError(f"{path}: cannot be read as calibration text: {error.strerror}") from None
     try:
-        text = data.decode("utf-8-sig")
+        text = data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise CalibrationError(f"{path}: byte {error.start} is not UTF-8; expected UTF-8 text") from None
     if path.suffix.lower() != ".jsonl":

@@ -24,13 +24,16 @@ class DequantizedModel:
     def __init__(self, model: QuantizedModel) -> None:
         self.spec = model.spec
         self._model = model
+        self._eight_bits: dict[str, QuantizedTensor] = {}
 
     def tensor(self, name: str) -> QuantizedTensor | NDArray[np.float32]:
         tensor = self._model.tensors[name]
         if isinstance(tensor, QuantizedTensor):
             return tensor
         if name in (self.spec.embedding_name, self.spec.head_name):
-            return quantize_head(tensor, name)
+            if name not in self._eight_bits:
+                self._eight_bits[name] = quantize_head(tensor, name)
+            return self._eight_bits[name]
         return tensor.astype(np.float32)
 
 
