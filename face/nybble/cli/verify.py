@@ -18,7 +18,7 @@ Example:
 @click.option("--threads", type=int, help="[default: from the device]")
 def command(artifact: Path, threads: int | None) -> None:
     """Check ARTIFACT: every file's checksum, the integers of both halves, then their logits."""
-    from ..verify import verify
+    from ..verification import verify
 
     with progress() as report:
         result = verify(artifact, threads=threads, progress=report)

@@ -1,0 +1,5 @@
+"""`python -m nybble`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,120 @@
+"""The commands, on a tiny model."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nybble as package
+
+Nybble = Callable[..., Any]
+
+
+@pytest.mark.parametrize("command", ["quantize", "run", "chat", "info", "verify", "devices"])
+def test_help_shows_an_example(nybble: Nybble, command: str) -> None:
+    result = nybble(command, "--help")
+    assert result.code == 0
+    assert "Example" in result.out
+    assert f"nybble {command}" in result.out
+
+
+def test_version(nybble: Nybble) -> None:
+    assert package.__version__ in nybble("--version").out
+
+
+def test_wrong_usage_exits_with_2(nybble: Nybble) -> None:
+    assert nybble("no-such-command").code == 2
+    assert nybble("run").code == 2
+
+
+def test_quantize_writes_both_halves(tiny_artifact: Path) -> None:
+    for name in (
+        "nybble.json",
+        "model.safetensors",
+        "onnx/decoder.onnx",
+        "onnx/weights.bin",
+        "tokenizer.json",
+    ):
+        assert (tiny_artifact / name).is_file()
+
+
+def test_run_answers_from_both_halves_alike(nybble: Nybble, tiny_artifact: Path) -> None:
+    answers = []
+    for half in ("gptq", "onnx"):
+        result = nybble("run", tiny_artifact, "Say something.", "--max-tokens", "8", "--format", half)
+        assert result.code == 0, result.err
+        answers.append(result.out)
+    assert answers[0].strip()
+    assert answers[0] == answers[1]
+
+
+def test_run_shows_statistics(nybble: Nybble, tiny_artifact: Path) -> None:
+    result = nybble("run", tiny_artifact, "Once", "--raw", "--max-tokens", "4", "--ignore-eos", "--stats")
+    assert "4 answer tokens" in result.err
+    assert "ended by length" in result.err
+
+
+def test_a_seed_repeats_a_sampled_answer(nybble: Nybble, tiny_artifact: Path) -> None:
+    arguments = ("run", tiny_artifact, "Once", "--temperature", "1", "--max-tokens", "12", "--seed")
+    first, again, other = (nybble(*arguments, seed).out for seed in ("1", "1", "2"))
+    assert first == again != other
+
+
+def test_info_names_spec_recipe_and_errors(nybble: Nybble, tiny_artifact: Path) -> None:
+    data = json.loads(nybble("info", tiny_artifact, "--json").out)
+    assert data["spec"]["model_type"] == "llama"
+    assert data["recipe"]["bits"] == 4
+    assert len(data["layer_errors"]) == 14
+    assert all(0 < error < 1 for error in data["layer_errors"].values())
+    text = nybble("info", tiny_artifact, "--layers").out
+    assert "model.layers.1.mlp.down_proj.weight" in text
+    assert "gptq, " not in text
+    assert "4, group size 64, symmetric" in text
+
+
+def test_verify_finds_the_halves_equal(nybble: Nybble, tiny_artifact: Path) -> None:
+    result = nybble("verify", tiny_artifact)
+    assert result.code == 0, result.err
+    assert "tensors equal in both halves" in result.out
+    assert "same top token 100.0%" in result.out
+
+
+def test_devices_shows_this_machine(nybble: Nybble) -> None:
+    data = json.loads(nybble("devices", "--json").out)
+    assert data["machine"]["usable_cores"] >= 1
+    assert "raspberry-pi-5" in data["profiles"]
+    assert "raspberry-pi-5" in nybble("devices").out
+
+
+def test_plain_progress_when_the_output_is_no_terminal(
+    nybble: Nybble, make_tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    result = nybble("quantize", make_tiny_model(), "-o", tmp_path / "out", "--method", "rtn")
+    assert result.code == 0, result.err
+    assert "quantize: 2/2" in result.err
+    assert "\x1b" not in result.err
+
+
+def test_a_closed_pipe_ends_quietly(tiny_artifact: Path) -> None:
+    command = [sys.executable, "-m", "nybble", "info", str(tiny_artifact), "--json"]
+    ran = subprocess.run(
+        f"{' '.join(command)} | head -c 1 >/dev/null", shell=True, capture_output=True, text=True, check=False
+    )
+    assert ran.stderr == ""
+
+
+def test_chat_keeps_the_conversation(
+    nybble: Nybble, tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["Hello", "/system Be brief.", "/system", "Again", "/reset", "/nonsense", "/exit", "unread"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    result = nybble("chat", tiny_artifact, "--max-tokens", "4", "--stats")
+    assert result.code == 0, result.err
+    assert "Be brief." in result.out
+    assert "no such command" in result.out
+    assert result.err.count("answer tokens") == 2
+    assert next(lines) == "unread"
