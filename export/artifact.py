@@ -1,5 +1,6 @@
 """An artifact folder, opened without reading what is not needed."""
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 from ..errors import ModelFormatError, SettingError
 from ..models.config import spec_from_config
-from ..models.config_reader import read_bounded, read_json_object, regular_file_size
+from ..models.config_reader import read_bounded, read_json_object, regular_file_size, shown
 from ..models.spec import ModelSpec
 from .atomic import recover
 from .gptq_reader import GptqWeights
@@ -89,17 +90,7 @@ def open_artifact(path: str | Path, format: str = "auto") -> Artifact:
     `ModelFormatError`: no such folder, not an artifact, damaged, or written by a newer Nybble; the half is
     not there; a file's size differs.
     """
-    folder = Path(path)
-    recover(folder)
-    if not folder.exists():
-        raise ModelFormatError(f"{path}: no such folder")
-    if not folder.is_dir():
-        raise ModelFormatError(f"{path}: is a file; expected an artifact folder made by `nybble quantize`")
-    if not (folder / MANIFEST_NAME).exists():
-        raise ModelFormatError(
-            f"{path}: is not an artifact, it has no {MANIFEST_NAME}; "
-            f"make one with `nybble quantize {path} -o OUT`"
-        )
+    folder = artifact_folder(path)
     manifest, digest = read_manifest(folder)
     formats = present_formats(folder, manifest)
     if not formats:
@@ -117,6 +108,27 @@ def open_artifact(path: str | Path, format: str = "auto") -> Artifact:
         for name, entry in manifest.half_files(half).items():
             check_size(folder, name, entry)
     return artifact
+
+
+def artifact_folder(path: str | Path) -> Path:
+    """`path` as a folder with a manifest, recovered if a process died while it replaced it. Raises
+    `ModelFormatError`: no such folder, or not an artifact."""
+    folder = Path(path)
+    try:
+        recover(Path(os.path.realpath(folder)))
+        found = folder.exists()
+    except (OSError, ValueError):  # a name that is too long, or has a NUL in it
+        found = False
+    if not found:
+        raise ModelFormatError(f"{shown(str(path))}: no such folder")
+    if not folder.is_dir():
+        raise ModelFormatError(f"{path}: is a file; expected an artifact folder made by `nybble quantize`")
+    if not (folder / MANIFEST_NAME).exists():
+        raise ModelFormatError(
+            f"{path}: is not an artifact, it has no {MANIFEST_NAME}; "
+            f"make one with `nybble quantize {path} -o OUT`"
+        )
+    return folder
 
 
 def present_formats(folder: Path, manifest: Manifest) -> tuple[Format, ...]:

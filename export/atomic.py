@@ -31,7 +31,10 @@ _SWAP_PATIENCE_S = 10.0
 def check_output(out: Path, overwrite: bool = False) -> Path:
     """The real path that `out` names, if a folder can be written there. Raises `OutputError` otherwise: it
     exists and `overwrite` is off; it is neither an artifact nor empty; its parent is missing or read-only."""
-    real = Path(os.path.realpath(out))
+    try:
+        real = Path(os.path.realpath(out))
+    except ValueError:
+        raise OutputError(f"{str(out)!r}: is not a name that a folder can have") from None
     if not real.name:
         raise OutputError(f"{out}: the root folder cannot be an artifact; name a folder inside it")
     recover(real)

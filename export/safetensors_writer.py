@@ -4,6 +4,7 @@ The format (https://github.com/huggingface/safetensors): eight bytes with the he
 of names, dtypes, shapes and offsets, then the tensors without gaps.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -100,8 +101,8 @@ class ShardWriter:
         try:
             self._file.write(len(text).to_bytes(8, "little") + text)
             # Reserving the space now meets a full disk before the work, not after it.
-            if hasattr(os, "posix_fallocate") and offset:
-                os.posix_fallocate(self._file.fileno(), 0, self._start + offset)
+            if hasattr(os, "posix_fallocate"):
+                _reserve(self._file.fileno(), self._start + offset)
         except BaseException:
             self._file.close()
             raise
@@ -125,6 +126,15 @@ class ShardWriter:
     def abandon(self) -> None:
         """Closes the file as it is, after an error."""
         self._file.close()
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        # Not every file system and C library can.
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
 
 
 def file_sha256(path: Path) -> str:

@@ -6,9 +6,8 @@ import numpy as np
 
 from ..errors import ModelFormatError
 from ..quant.packing import QuantizedTensor, from_gptq, to_gptq
-from .artifact import check_size, open_artifact, present_formats
+from .artifact import artifact_folder, check_size, open_artifact, present_formats
 from .artifact_writer import Report
-from .atomic import recover
 from .gptq_reader import GptqWeights
 from .manifest import FORMATS, MANIFEST_NAME, read_manifest
 from .safetensors_writer import file_sha256
@@ -19,12 +18,9 @@ def verify_files(path: str | Path, progress: Report | None = None) -> list[str]:
     """Compares every file with the manifest: one line for each that is missing, has another size or content,
     or is not listed. An empty list means that all is well; a half that was deleted is well.
 
-    Raises `ModelFormatError` where there is no readable manifest.
+    Raises `ModelFormatError` where there is no artifact or no readable manifest.
     """
-    folder = Path(path)
-    recover(folder)
-    if not (folder / MANIFEST_NAME).is_file():
-        raise ModelFormatError(f"{path}: is not an artifact, it has no {MANIFEST_NAME}")
+    folder = artifact_folder(path)
     manifest, _ = read_manifest(folder)
     present = present_formats(folder, manifest)
     problems = [] if present else [f"{folder}: neither half is there"]

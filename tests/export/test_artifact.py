@@ -196,8 +196,9 @@ def test_one_format_writes_one_half(rtn_model: Make, tmp_path: Path) -> None:
 
 
 def test_what_is_no_artifact_is_refused_with_advice(tmp_path: Path, make_tiny_model: Callable) -> None:
-    with pytest.raises(ModelFormatError, match="no such folder"):
-        open_artifact(tmp_path / "missing")
+    for missing in (tmp_path / "missing", "nul\0nul", "x" * 5000, ""):
+        with pytest.raises(ModelFormatError, match=r"no such folder|not an artifact"):
+            open_artifact(missing)
     with pytest.raises(ModelFormatError, match="nybble quantize"):
         open_artifact(make_tiny_model())
     (tmp_path / "file").write_text("x")
@@ -213,6 +214,16 @@ def test_a_newer_artifact_is_refused(copy: Path) -> None:
     for read in (open_artifact, verify_files):
         with pytest.raises(ModelFormatError, match="upgrade nybble"):
             read(copy)
+
+
+@pytest.mark.parametrize("opener", [open_artifact, verify_files])
+def test_opening_puts_back_what_a_dead_process_had_moved_aside(copy: Path, opener: Callable) -> None:
+    link = copy.parent / "link"
+    link.symlink_to(copy)
+    for path in (copy, link):
+        copy.rename(copy.with_name(".tiny.nybble-old-1-0"))
+        opener(path)
+        assert (copy / "nybble.json").is_file()
 
 
 def test_an_existing_output_is_replaced_only_when_asked(rtn_model: Make, copy: Path) -> None:

@@ -184,6 +184,14 @@ def test_a_parent_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         _write(Path("/proc/artifact"), "new")
 
 
+def test_a_name_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    for name in ("nul\0nul", "x" * 300):
+        with pytest.raises(OutputError) as error:
+            _write(tmp_path / name, "new")
+        assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_link_to_an_artifact_is_followed(tmp_path: Path) -> None:
     real, link = tmp_path / "disk" / "artifact", tmp_path / "link"
     real.parent.mkdir()
