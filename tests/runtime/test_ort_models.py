@@ -1,0 +1,359 @@
+"""Logits of `OrtExecutor` against transformers in float32, and against a decoder written out in numpy."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from nybble.export.weights import LogicalTensor
+from nybble.models.open import open_source
+from nybble.models.spec import ModelSpec, RopeSpec
+from nybble.quant.packing import QuantizedTensor, quantize_head
+from nybble.quant.recipe import Recipe
+from nybble.quant.rtn import quantize_rtn
+from nybble.runtime.batch import Batch
+from nybble.runtime.ort_executor import OrtExecutor
+
+BOUND = 2e-3
+PROMPT, DECODED = 64, 32
+
+
+@dataclass
+class Weights:
+    spec: ModelSpec
+    tensors: dict[str, LogicalTensor]
+
+    def tensor(self, name: str) -> LogicalTensor:
+        return self.tensors[name]
+
+
+def load(path: Path | str) -> Weights:
+    source = open_source(path)
+    weights = Weights(source.spec, {name: source.tensor(name) for name in source.spec.tensors()})
+    source.close()
+    return weights
+
+
+def quantized(weights: Weights, bits: int, group_size: int, symmetric: bool, permuted: bool) -> Weights:
+    """Rounded to nearest, embedding and head in their 8 bits; `permuted` as desc_act leaves it."""
+    import torch
+
+    recipe = Recipe(method="rtn", bits=bits, group_size=group_size, symmetric=symmetric, clip_search=False)
+    rng = np.random.default_rng(7)
+    orders: dict[int, NDArray[np.int32]] = {}
+    tensors: dict[str, LogicalTensor] = {}
+    for name, tensor in weights.tensors.items():
+        assert isinstance(tensor, np.ndarray)
+        if name in (weights.spec.embedding_name, weights.spec.head_name):
+            tensors[name] = quantize_head(tensor)
+        elif tensor.ndim == 2:
+            columns = tensor.shape[1]
+            order = orders.setdefault(columns, rng.permutation(columns).astype(np.int32))
+            stored = np.ascontiguousarray(tensor[:, order] if permuted else tensor)
+            result = quantize_rtn(torch.from_numpy(stored), recipe, name)
+            tensors[name] = replace(result, permutation=order) if permuted else result
+        else:
+            tensors[name] = tensor
+    return Weights(weights.spec, tensors)
+
+
+def transformers_logits(path: Path, weights: Weights, ids: list[int]) -> NDArray[np.float32]:
+    """Logits [n, vocab] of transformers' own model in float32, holding the dequantized weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    state = {
+        name: torch.from_numpy(t.dequantize() if isinstance(t, QuantizedTensor) else t)
+        for name, t in weights.tensors.items()
+    }
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    with torch.no_grad():
+        return np.asarray(model(torch.tensor([ids])).logits[0].numpy())
+
+
+class Pages:
+    """Tables of shuffled pages for sequences of up to `room` tokens; pages that left a window are unmapped."""
+
+    def __init__(self, spec: ModelSpec, sequences: int, room: int, page_size: int = 16) -> None:
+        self.windows = spec.window_groups
+        self.page_size, self.width = page_size, -(-room // page_size)
+        count = len(self.windows) * sequences * self.width
+        self.num_blocks = count + 5
+        pages = np.random.default_rng(3).permutation(self.num_blocks)[:count]
+        self.table = pages.reshape(len(self.windows), sequences, self.width).astype(np.int32)
+
+    def batch(self, chunks: list[tuple[int, int, list[int]]], logits: str = "all") -> Batch:
+        """A step of (sequence, tokens before, new tokens); logits of all new tokens, or of each last."""
+        table = self.table[:, [sequence for sequence, _, _ in chunks]].copy()
+        slots: list[list[int]] = [[] for _ in self.windows]
+        for group, window in enumerate(self.windows):
+            for row, (_, past, ids) in enumerate(chunks):
+                positions = np.arange(past, past + len(ids))
+                pages = table[group, row, positions // self.page_size]
+                slots[group] += (pages * self.page_size + positions % self.page_size).tolist()
+                if window is not None:
+                    table[group, row, : max(0, past + 1 - window) // self.page_size] = -1
+        bounds = np.cumsum([0, *(len(ids) for _, _, ids in chunks)])
+        rows = np.arange(bounds[-1]) if logits == "all" else bounds[1:] - 1
+        return Batch(
+            token_ids=np.array([token for _, _, ids in chunks for token in ids], np.int32),
+            cu_seqlens=bounds.astype(np.int32),
+            past_lens=np.array([past for _, past, _ in chunks], np.int32),
+            block_table=table,
+            slot_mapping=np.array(slots, np.int32),
+            logit_rows=rows.astype(np.int32),
+        )
+
+
+def paged_logits(executor: OrtExecutor, ids: list[int], prompt: int = PROMPT) -> NDArray[np.float32]:
+    """Logits of every position: the prompt in one chunk, then a token at a time."""
+    pages = Pages(executor.spec, 1, len(ids))
+    executor.allocate_kv(pages.num_blocks, pages.page_size, "f32")
+    parts = [executor.step(pages.batch([(0, 0, ids[:prompt])]))]
+    parts += [executor.step(pages.batch([(0, i, [ids[i]])])) for i in range(prompt, len(ids))]
+    return np.concatenate(parts)
+
+
+def some_ids(vocab_size: int, count: int = PROMPT + DECODED) -> list[int]:
+    return np.random.default_rng(11).integers(3, vocab_size, count).tolist()
+
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama wide heads": ("llama", {"head_dim": 40, "num_key_value_heads": 1}),
+    "llama gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama linear": ("llama", {"rope_parameters": SCALINGS["linear"]}),
+    "llama llama3": ("llama", {"rope_parameters": SCALINGS["llama3"]}),
+    "llama yarn": ("llama", {"rope_parameters": SCALINGS["yarn"]}),
+    "mistral window": ("mistral", {"sliding_window": 24}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 two groups": ("qwen2", {"use_sliding_window": True, "tie_word_embeddings": True, **MIXED}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3 yarn": ("qwen3", {"head_dim": 32, "rope_parameters": SCALINGS["yarn"]}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float_logits_equal_transformers(case: str, make_tiny_model: Callable[..., Path]) -> None:
+    family, overrides = CASES[case]
+    path = make_tiny_model(family, **overrides)
+    weights = load(path)
+    ids = some_ids(weights.spec.vocab_size)
+    with OrtExecutor.from_weights(weights, threads=1) as executor:
+        found = paged_logits(executor, ids)
+    assert np.abs(found - transformers_logits(path, weights, ids)).max() < BOUND
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(
+    ("bits", "group_size"), [(4, 32), (4, 64), (4, 128), (4, -1), (8, 32), (8, 128), (8, -1)]
+)
+def test_quantized_logits_equal_transformers_on_dequantized_weights(
+    bits: int, group_size: int, symmetric: bool, permuted: bool, make_tiny_model: Callable[..., Path]
+) -> None:
+    # 96 and 80 columns: groups of 64 and 128 end short.
+    path = make_tiny_model("qwen2", hidden_size=80, tie_word_embeddings=symmetric)
+    weights = quantized(load(path), bits, group_size, symmetric, permuted)
+    ids = some_ids(weights.spec.vocab_size)
+    with OrtExecutor.from_weights(weights, threads=1, accuracy_level=0) as executor:
+        found = paged_logits(executor, ids)
+    assert np.abs(found - transformers_logits(path, weights, ids)).max() < BOUND
+
+
+def numpy_logits(weights: Weights, ids: list[int]) -> NDArray[np.float64]:
+    """The decoder of `ModelSpec`, the parts transformers' llama lacks included, in float64."""
+    spec, tensors = weights.spec, {n: np.asarray(t, np.float64) for n, t in weights.tensors.items()}
+    n, half = len(ids), spec.rope.rotary_dim // 2
+    angles = np.arange(n)[:, None] * spec.rope.inv_freq().astype(np.float64)
+
+    def norm(x: Any, name: str) -> Any:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + spec.norm_eps) * tensors[name]
+
+    def rotate(x: Any) -> Any:
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+    def capped(x: Any, cap: float | None) -> Any:
+        return x if cap is None else cap * np.tanh(x / cap)
+
+    hidden = tensors[spec.embedding_name][ids] * spec.embedding_scale
+    for layer in range(spec.num_layers):
+        p = spec.layer_prefix(layer)
+        q, k, v, o, gate, up, down = (tensors[linear.name] for linear in spec.linears(layer))
+        x = norm(hidden, p + "input_layernorm.weight")
+        queries = rotate((x @ q.T).reshape(n, spec.num_heads, -1))
+        keys, values = (
+            rotate((x @ k.T).reshape(n, spec.num_kv_heads, -1)),
+            (x @ v.T).reshape(n, spec.num_kv_heads, -1),
+        )
+        shared = spec.num_heads // spec.num_kv_heads
+        keys, values = keys.repeat(shared, 1), values.repeat(shared, 1)
+        scores = capped(np.einsum("qhd,khd->hqk", queries, keys) * spec.softmax_scale, spec.attention_softcap)
+        distance = np.arange(n)[:, None] - np.arange(n)
+        window = spec.sliding_windows[layer] or n
+        scores = np.where((distance >= 0) & (distance < window), scores, -np.inf)
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        hidden = hidden + np.einsum("hqk,khd->qhd", shares, values).reshape(n, -1) @ o.T
+        x = norm(hidden, p + "post_attention_layernorm.weight")
+        hidden = hidden + np.maximum(x @ gate.T, 0) * (x @ up.T) @ down.T
+    return np.asarray(
+        capped(norm(hidden, spec.final_norm_name) @ tensors[spec.head_name].T, spec.logit_softcap)
+    )
+
+
+def test_partial_rotation_soft_caps_and_scales_equal_numpy() -> None:
+    spec = ModelSpec(
+        model_type="test",
+        vocab_size=200,
+        hidden_size=48,
+        intermediate_size=80,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=3,
+        head_dim=20,
+        max_position=256,
+        norm_eps=1e-5,
+        rope=RopeSpec(theta=10000.0, rotary_dim=12),
+        activation="relu",
+        sliding_windows=(9, None, 9),
+        attention_softcap=2.5,
+        logit_softcap=4.0,
+        embedding_scale=3.0,
+        attention_scale=0.3,
+    )
+    rng = np.random.default_rng(5)
+    tensors: dict[str, LogicalTensor] = {
+        name: (rng.normal(size=shape) * (0.2 if len(shape) == 2 else 1)).astype(np.float32)
+        for name, shape in spec.tensors().items()
+    }
+    weights = Weights(spec, tensors)
+    ids = some_ids(spec.vocab_size)
+    with OrtExecutor.from_weights(weights, threads=1) as executor:
+        found = paged_logits(executor, ids)
+    expected = numpy_logits(weights, ids)
+    assert np.abs(expected).max() > 1
+    assert np.abs(found - expected).max() < BOUND
+
+
+@pytest.fixture(scope="module")
+def executor(make_tiny_model: Callable[..., Path]) -> Iterator[OrtExecutor]:
+    """Two window groups, 4 bits, float32 activations."""
+    path = make_tiny_model("qwen2", use_sliding_window=True, tie_word_embeddings=True, **MIXED)
+    with OrtExecutor.from_weights(
+        quantized(load(path), 4, 32, True, False), threads=1, accuracy_level=0
+    ) as it:
+        yield it
+
+
+def greedy(
+    executor: OrtExecutor, prompts: list[list[int]], chunk: int, count: int
+) -> list[list[NDArray[np.float32]]]:
+    """Logits of every greedy choice, [prompt][step], with the prompts in chunks and all in one batch."""
+    pages = Pages(executor.spec, len(prompts), max(map(len, prompts)) + count)
+    executor.allocate_kv(pages.num_blocks, pages.page_size, "f32")
+    texts, done = [list(p) for p in prompts], [0] * len(prompts)
+    chosen: list[list[NDArray[np.float32]]] = [[] for _ in prompts]
+    while any(len(found) < count for found in chosen):
+        active = [i for i, found in enumerate(chosen) if len(found) < count]
+        chunks = [(i, done[i], texts[i][done[i] : done[i] + chunk]) for i in active]
+        logits = executor.step(pages.batch(chunks, logits="last"))
+        for (i, past, ids), row in zip(chunks, logits, strict=True):
+            done[i] = past + len(ids)
+            if done[i] == len(texts[i]):
+                chosen[i].append(row)
+                texts[i].append(int(row.argmax()))
+    return chosen
+
+
+def test_greedy_tokens_do_not_depend_on_chunks_or_batch(executor: OrtExecutor) -> None:
+    prompts = [some_ids(512, 50), some_ids(512, 33)[::-1]]
+    expected = [greedy(executor, [prompt], 512, 24)[0] for prompt in prompts]
+    found = {
+        "one token at a time": [greedy(executor, [prompt], 1, 24)[0] for prompt in prompts],
+        "chunks of 7": [greedy(executor, [prompt], 7, 24)[0] for prompt in prompts],
+        "one batch": greedy(executor, prompts, 512, 24),
+        "one batch in chunks of 7": greedy(executor, prompts, 7, 24),
+    }
+    for how, sequences in found.items():
+        for rows, references in zip(sequences, expected, strict=True):
+            for row, reference in zip(rows, references, strict=True):
+                if row.argmax() != reference.argmax():
+                    best = np.sort(reference)[-2:]
+                    assert best[1] - best[0] < 1e-3, how
+                    break
+                assert np.abs(row - reference).max() < 1e-3, how
+
+
+SMOL_TEXT = 96
+
+
+@pytest.fixture(scope="module")
+def smol() -> Weights:
+    return load("smollm2")
+
+
+@pytest.fixture(scope="module")
+def smol_folder(smol: Weights, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2's configuration for transformers; its weights come from the tensors."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("smollm2")
+    source = open_source("smollm2")
+    config = {key: value for key, value in source.config.items() if key != "model_type"}
+    source.close()
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **config)).save_pretrained(folder)
+    return folder
+
+
+def smol_ids() -> list[int]:
+    from pydoc_data.topics import topics
+
+    from tokenizers import Tokenizer
+
+    source = open_source("smollm2")
+    tokenizer = Tokenizer.from_str(bytes(source.tokenizer_files["tokenizer.json"]).decode())
+    source.close()
+    return tokenizer.encode(topics["for"]).ids[:SMOL_TEXT]
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_smollm2_logits_equal_transformers(quantize: bool, smol: Weights, smol_folder: Path) -> None:
+    weights = quantized(smol, 4, 64, True, False) if quantize else smol
+    ids = smol_ids()
+    with OrtExecutor.from_weights(weights, threads=2, accuracy_level=0) as executor:
+        found = paged_logits(executor, ids)
+    assert np.abs(found - transformers_logits(smol_folder, weights, ids)).max() < BOUND
