@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelFormatError, UnsupportedModelError
@@ -52,6 +53,9 @@ class GptqWeights:
         if name in self._linears:
             return self._quantized(name)
         values = self._shard(name).float32(name)
+        # Both are NaN if one value is; unlike isfinite over the array, they take no memory.
+        if not (np.isfinite(values.min()) and np.isfinite(values.max())):
+            raise ModelFormatError(f"{self._shard(name).where}: tensor {shown(name)} holds NaN or infinity")
         if name in (self.spec.embedding_name, self.spec.head_name):
             return quantize_head(values, name)
         return values

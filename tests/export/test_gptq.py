@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,6 +167,32 @@ def test_a_missing_tensor_is_named(rtn_model: Callable[..., QuantizedModel], tmp
     save_file(tensors, path)
     with pytest.raises(ModelFormatError, match=r"up_proj\.scales"):
         GptqWeights(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("model.embed_tokens.weight", np.float16("nan"), "NaN or infinity"),
+        ("model.norm.weight", np.float16("inf"), "NaN or infinity"),
+        ("model.layers.1.mlp.up_proj.scales", np.float16("nan"), "scale"),
+        ("model.layers.1.mlp.up_proj.g_idx", np.int32(2), "g_idx"),
+        ("model.layers.1.mlp.up_proj.g_idx", np.int32(-1), "g_idx"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_and_its_tensor_named(
+    rtn_model: Callable[..., QuantizedModel], tmp_path: Path, name: str, value: Any, message: str
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    write_artifact(rtn_model(), tmp_path / "out", formats=["gptq"])
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name].reshape(-1)[3] = value
+    save_file(tensors, path)
+    logical = name.replace(".scales", ".weight").replace(".g_idx", ".weight")
+    with GptqWeights(tmp_path / "out") as weights, pytest.raises(ModelFormatError, match=message) as error:
+        weights.tensor(logical)
+    assert logical.removesuffix(".weight") in str(error.value)
 
 
 def test_the_model_must_hold_what_its_recipe_says(
