@@ -1,5 +1,6 @@
 """What machine is this, and what fits?"""
 
+from .planner import MemoryPlan, check_fit, fit_sequences, kv_bytes_per_token, plan_memory, weight_bytes
 from .probe import Machine, probe
 from .profile import DeviceProfile, KvDtype, Provider, load_profile
 from .report import describe, describe_profile, machine_json, profile_json
@@ -10,16 +11,22 @@ __all__ = [
     "DeviceProfile",
     "KvDtype",
     "Machine",
+    "MemoryPlan",
     "Provider",
+    "check_fit",
     "describe",
     "describe_profile",
+    "fit_sequences",
     "format_bytes",
+    "kv_bytes_per_token",
     "list_profiles",
     "load_profile",
     "machine_json",
     "parse_bytes",
     "parse_memory_budget",
+    "plan_memory",
     "probe",
     "profile_json",
     "resolve_device",
+    "weight_bytes",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from ..errors import SettingError
 from .sizes import parse_bytes, parse_memory_budget
@@ -144,9 +144,9 @@ def _whole(low: int, high: int) -> Callable[[object, str], int]:
 
 def _one_of(*choices: str) -> Callable[[object, str], str]:
     def read(value: object, name: str) -> str:
-        if value not in choices:
+        if not isinstance(value, str) or value not in choices:
             raise SettingError(f"{name} is {value!r}; expected {' or '.join(choices)}")
-        return cast(str, value)
+        return value
 
     return read
 

@@ -54,7 +54,7 @@ def describe_profile(profile: DeviceProfile) -> list[tuple[str, str]]:
 
 def machine_json(machine: Machine) -> dict[str, Any]:
     """`machine` as JSON's types, by its field names; sizes in bytes."""
-    return _plain(asdict(machine))
+    return {key: _plain(value) for key, value in asdict(machine).items()}
 
 
 def profile_json(profile: DeviceProfile) -> dict[str, Any]:
