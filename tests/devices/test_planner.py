@@ -76,8 +76,9 @@ def test_the_cache_is_whole_pages():
     assert plan.kv == 6 * 16 * 46080
 
 
-# Peak resident memory of OrtExecutor (ONNX Runtime 1.32, x86-64, two threads) over graphs of these shapes with
-# random weights: prefill in chunks to the end of the context, then decodes. The tokenizer wasn't loaded.
+# Peak resident memory in MB of OrtExecutor (ONNX Runtime 1.32, x86-64, two threads) over graphs of these
+# shapes with random weights: prefill in chunks to the end of the context, then decodes; no tokenizer.
+# test_planner_measured.py measures one of them anew.
 MID = replace(
     SMOLLM2, vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_layers=16, num_heads=16,
     num_kv_heads=4, tied_embeddings=False,
