@@ -300,8 +300,8 @@ _SENTENCEPIECE_FIRST = ("<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in 
 
 
 def sentencepiece_pieces() -> list[str]:
-    """The SentencePiece-like vocabulary's normal tokens. None contains a control token's name, though "</" and
-    "s>" are there to make one from."""
+    """The SentencePiece-like vocabulary's normal tokens. None contains a control token's name, though there
+    are "</" and "s>" to make one from."""
     pieces = load_vocabularies()["sentencepiece"]
     return [piece for piece in pieces if not any(name in piece for name in _SENTENCEPIECE_FIRST)]
 
