@@ -120,7 +120,8 @@ def artifact_folder(path: str | Path) -> Path:
     except (OSError, ValueError):  # a name that is too long, or has a NUL in it
         found = False
     if not found:
-        raise ModelFormatError(f"{shown(str(path))}: no such folder")
+        name = str(path)
+        raise ModelFormatError(f"{name if name.isprintable() else shown(name)}: no such folder")
     if not folder.is_dir():
         raise ModelFormatError(f"{path}: is a file; expected an artifact folder made by `nybble quantize`")
     if not (folder / MANIFEST_NAME).exists():

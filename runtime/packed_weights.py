@@ -32,7 +32,8 @@ def pack(tensor: QuantizedTensor) -> PackedLinear:
     per_group = slices if tensor.group_size >= columns else tensor.group_size // SLICE
     kind = SYMMETRIC if tensor.zeros is None else ZERO_POINT
 
-    codes = np.zeros((tiles * TILE_ROWS, slices * SLICE), np.uint8)
+    codes: NDArray[np.uint8] = np.zeros((tiles * TILE_ROWS, slices * SLICE), np.uint8)
+    body: NDArray[np.uint8]
     codes[:rows, :columns] = tensor.codes
     if bits == 4:
         parts = codes.reshape(tiles, TILE_ROWS, slices, 4, 2, 4)

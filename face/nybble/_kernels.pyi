@@ -1,5 +1,91 @@
 """The C++ extension. Absent from the pure-Python wheel: import it inside a `try`."""
 
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
 def cpu_info() -> dict[str, object]:
     """What this CPU is: `isa` (list of instruction sets that may be used), `brand`, and `caches`
     (list of dicts: `level`, `type`, `bytes`, `line_bytes`, `shared_by`)."""
+
+def supported_kernels() -> list[str]:
+    """Names of the instruction sets whose kernels are built and run on this CPU, best first."""
+
+def multiply(
+    x: NDArray[np.float32],
+    tiles: NDArray[np.uint8],
+    rows: int,
+    bits: int,
+    kind: int,
+    slices_per_group: int,
+    isa: str,
+    panel: bool,
+    y: NDArray[np.float32],
+) -> None:
+    """`y[:, :rows] = x Wᵀ` as the decoder computes it, on one thread: `x` [M, columns], `y` [M, rows padded to
+    16]. `panel` takes the path for many tokens. Raises `ValueError` naming the argument."""
+
+class DecoderBuilder:
+    """Collects a decoder's weights; the arrays are kept and not copied."""
+
+    def __init__(self, config: dict[str, Any]) -> None: ...
+    def set_linear(
+        self,
+        layer: int,
+        index: int,
+        tiles: NDArray[np.uint8],
+        bits: int,
+        kind: int,
+        slices_per_group: int,
+        bias: NDArray[np.float32] | None,
+        permutation: NDArray[np.int32] | None,
+    ) -> None:
+        """`index` counts q, k, v, o, gate, up, down from 0."""
+
+    def set_norms(
+        self,
+        layer: int,
+        input: NDArray[np.float32],
+        post: NDArray[np.float32],
+        q: NDArray[np.float32] | None,
+        k: NDArray[np.float32] | None,
+    ) -> None: ...
+    def set_ends(
+        self,
+        norm: NDArray[np.float32],
+        embedding: NDArray[np.uint8],
+        embedding_slices: int,
+        head: NDArray[np.uint8],
+        head_slices: int,
+    ) -> None: ...
+
+class Decoder:
+    """The whole decoder. Arrays that break the contract raise `ValueError` naming the argument."""
+
+    def __init__(self, builder: DecoderBuilder, threads: int, isa: str) -> None: ...
+    def allocate_kv(self, num_blocks: int, kv_type: int) -> None: ...
+    def reserve(self, tokens: int, sequences: int, rows: int) -> None: ...
+    def step(
+        self,
+        token_ids: NDArray[np.int32],
+        cu_seqlens: NDArray[np.int32],
+        past_lens: NDArray[np.int32],
+        block_table: NDArray[np.int32],
+        slot_mapping: NDArray[np.int32],
+        logit_rows: NDArray[np.int32],
+        logits: NDArray[np.float32],
+    ) -> None:
+        """Writes `logits` [R or more, `logit_stride`]. Releases the GIL."""
+
+    def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32]) -> None: ...
+    def read_blocks(self, ids: NDArray[np.int32]) -> bytes: ...
+    def write_blocks(self, ids: NDArray[np.int32], data: bytes) -> None: ...
+    @property
+    def logit_stride(self) -> int: ...
+    @property
+    def bytes_per_block(self) -> int: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def threads(self) -> int: ...

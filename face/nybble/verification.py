@@ -87,4 +87,5 @@ def _log_probabilities(executor: "OrtExecutor", ids: list[int]) -> NDArray[np.fl
         np.float64
     )
     logits -= logits.max(axis=1, keepdims=True)
-    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    return logits

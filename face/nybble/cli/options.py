@@ -69,10 +69,12 @@ def sampling_params(settings: dict[str, Any]) -> "SamplingParams":
     """Takes the sampling options out of a command's parameters."""
     from ..runtime.sampling_params import SamplingParams
 
-    chosen = {name: settings.pop(name) for name in SAMPLING_NAMES}
-    return SamplingParams(
-        **{k: list(v) if isinstance(v, tuple) else v for k, v in chosen.items() if v not in (None, ())}
-    )
+    chosen: dict[str, Any] = {}
+    for name in SAMPLING_NAMES:
+        value = settings.pop(name)
+        if value not in (None, ()):
+            chosen[name] = value
+    return SamplingParams(**chosen)
 
 
 def load(artifact: Path, settings: dict[str, Any]) -> "LLM":
