@@ -59,6 +59,10 @@ def open_decoder(path: Path) -> DecoderFile:
             weight_bytes += _check_external(path, tensor, sizes)
     spec = spec_from_json(model.metadata_props.get("nybble.spec", ""), path.name)
     tensors = _layout(path, model.metadata_props.get("nybble.tensors", ""))
+    if spec.num_layers > len(tensors):  # before anything walks the layers
+        raise ModelFormatError(
+            f"{path.name}: {spec.num_layers} layers, but {len(tensors)} tensors: some are missing"
+        )
     return DecoderFile(path, model, spec, tensors, weight_bytes)
 
 
@@ -72,7 +76,8 @@ class OnnxWeights:
     def __init__(self, path: Path) -> None:
         self._file = open_decoder(path)
         self._name = path.name
-        for name, shape in self.spec.tensors().items():
+        self._shapes = self.spec.tensors()
+        for name, shape in self._shapes.items():
             stored = self._file.tensors.get(name)
             if stored is None and len(shape) == 2:
                 raise ModelFormatError(f"{self._name}: tensor {name} is missing")
@@ -122,7 +127,7 @@ class OnnxWeights:
 
     def _vector(self, name: str) -> NDArray[np.float32]:
         """A norm, or a bias: rows of its stored linear's."""
-        shape = self.spec.tensors().get(name)
+        shape = self._shapes.get(name)
         if shape is None:
             raise ModelFormatError(f"{self._name}: the model has no tensor {name}")
         layer = self._biases.get(name)

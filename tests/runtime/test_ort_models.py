@@ -81,7 +81,7 @@ def transformers_logits(path: Path, weights: Weights, ids: list[int]) -> NDArray
 
 
 class Pages:
-    """Tables of shuffled pages for sequences of up to `room` tokens; pages that left a window are unmapped."""
+    """Tables of shuffled pages for sequences of up to `room` tokens; pages out of the window are unmapped."""
 
     def __init__(self, spec: ModelSpec, sequences: int, room: int, page_size: int = 16) -> None:
         self.windows = spec.window_groups
