@@ -159,7 +159,7 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
         self._layout = KvLayout(num_blocks, page_size, kv_dtype, page_bytes)
 
     def _make_sessions(self, model: ir.Model, cache_type: ir.DataType) -> None:
-        self._bindings = {}  # frees the sessions for another cache type first
+        self._bindings, self._layout = {}, None  # frees the sessions of another cache type first
         set_cache_type(model, cache_type)
         settings: dict[str, Any] = {"providers": self.providers, "threads": self._threads}
         graphs: dict[str, tuple[ir.Model, dict[str, Any]]] = {

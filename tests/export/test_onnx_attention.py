@@ -95,8 +95,8 @@ def reference(
 
 @st.composite
 def steps(draw: st.DrawFn, kv_heads: int, heads: int) -> dict[str, Any]:
-    """Up to four sequences of up to seven new tokens, none included, in shuffled pages; some columns unmapped,
-    some writes skipped, and a table wider than needed."""
+    """Up to four sequences of up to seven new tokens, none included, in shuffled pages; some columns
+    unmapped, some writes skipped, and a table wider than needed."""
     page_size = draw(st.sampled_from([1, 4, 16]))
     sequences = draw(
         st.lists(st.tuples(st.integers(0, 20), st.integers(0, 7)), min_size=1, max_size=4).filter(

@@ -246,7 +246,7 @@ def test_a_damaged_graph_is_refused_in_one_line(case: str, written: Path, tmp_pa
 @pytest.mark.parametrize("content", [b"", b"\xff" * 100, b"GGUF"])
 def test_what_is_no_onnx_file_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "decoder.onnx").write_bytes(content)
-    with pytest.raises(ModelFormatError, match="decoder.onnx"):
+    with pytest.raises(ModelFormatError, match=r"decoder\.onnx"):
         OnnxWeights(tmp_path / "decoder.onnx")
     with pytest.raises(ModelFormatError, match=r"other.onnx.*cannot be read"):
         OnnxWeights(tmp_path / "other.onnx")
