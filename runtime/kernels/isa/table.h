@@ -19,9 +19,12 @@ namespace NYBBLE_ISA {
 
 #include NYBBLE_SIMD
 
-#include "../ops/attention.h"
+// In the order they use each other.
+// clang-format off
 #include "../ops/elementwise.h"
 #include "../ops/linear.h"
+#include "../ops/attention.h"
+// clang-format on
 
 extern const Kernels kernels;
 const Kernels kernels = {
