@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import resource
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -150,6 +151,7 @@ def measure_gptqmodel(model: str, recipe: Recipe, threads: int, python: str) -> 
 def run(command: list[str], threads: int) -> str:
     """A child's standard output; its standard error is shown only where it fails."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    environment["GPTQMODEL_CPU_WORKERS"] = str(max(2, threads))  # with fewer it does not start
     child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if child.returncode:
         sys.exit(f"{' '.join(command[:3])} ... failed:\n{child.stderr[-4000:]}")
@@ -223,7 +225,7 @@ def main() -> None:
     show(rows)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     report = {
-        "command": " ".join(["python", "benchmarks/quantize.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/quantize.py", *sys.argv[1:]]),
         "model": Path(arguments.model).name,
         "threads": threads,
         "versions": versions(),
