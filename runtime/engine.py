@@ -66,6 +66,8 @@ class Engine:
         )
         self._sequences: dict[str, Sequence] = {}
         self._sampling: dict[str, ResolvedSampling] = {}
+        self._stepping = False
+        self._aborts: list[str] = []  # asked for inside a step
 
     @property
     def has_work(self) -> bool:
@@ -99,9 +101,32 @@ class Engine:
 
     def step(self) -> list[Sequence]:
         """Runs one batch and returns the sequences in it. An executor's error fails these and no others."""
-        chunks = self._scheduler.schedule()
-        if not chunks:
-            return []
+        self._stepping = True
+        try:
+            chunks = self._scheduler.schedule()
+            if chunks:
+                self._advance(chunks)
+        finally:
+            self._stepping = False
+            while self._aborts:
+                self.abort(self._aborts.pop())
+        return [chunk.sequence for chunk in chunks]
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request and frees its pages; nothing happens when it has ended already. Inside a step, where
+        the garbage collector may ask for it, it takes effect at the step's end."""
+        if self._stepping:
+            self._aborts.append(request_id)
+        elif (sequence := self._sequences.get(request_id)) is not None:
+            sequence.abort()
+            self._forget(sequence)
+
+    def abort_all(self) -> None:
+        """Ends every request."""
+        for request_id in list(self._sequences):
+            self.abort(request_id)
+
+    def _advance(self, chunks: list[Chunk]) -> None:
         try:
             logits = self._run(chunks)
         except Exception as error:
@@ -109,13 +134,6 @@ class Engine:
                 self._fail(chunk.sequence, error)
         else:
             self._commit(chunks, logits)
-        return [chunk.sequence for chunk in chunks]
-
-    def abort(self, request_id: str) -> None:
-        """Ends a request and frees its pages; nothing happens when it has ended already."""
-        if (sequence := self._sequences.get(request_id)) is not None:
-            sequence.abort()
-            self._forget(sequence)
 
     def _run(self, chunks: list[Chunk]) -> NDArray[np.float32]:
         batch = build_batch(chunks)
@@ -193,9 +211,10 @@ class Engine:
             )
         longest = min(prompt + (params.max_tokens or answer), self._max_model_len)
         if longest > self._capacity:
+            pages, there = pages_for(longest, self._page_size), self._capacity // self._page_size
             raise DoesNotFitError(
-                f"the request needs {longest} tokens of KV cache, {pages_for(longest, self._page_size)} pages; "
-                f"the cache has {self._capacity} tokens, {self._capacity // self._page_size} pages"
+                f"the request needs {longest} tokens of KV cache, {pages} pages; "
+                f"the cache has {self._capacity} tokens, {there} pages"
             )
         room = min(self._max_model_len, self._capacity) - prompt
         return room if params.max_tokens is None else min(params.max_tokens, room)

@@ -204,6 +204,7 @@ class LLM:
         with self._lock:
             if not self._closed:
                 self._closed = True
+                self._engine.abort_all()
                 self._loaded.executor.close()
 
     def __enter__(self) -> Self:
@@ -226,7 +227,7 @@ class LLM:
             ids, text = self.encode(prompt), prompt
             if not prompt:
                 raise RequestError("the prompt is empty; expected some text")
-        elif _is_ids(prompt) or not len(prompt):
+        elif _is_ids(prompt) or (isinstance(prompt, Sequence) and not len(prompt)):
             ids, text = self.tokenizer.check_ids(prompt), None
         else:
             raise RequestError(f"a prompt is a {type(prompt).__name__}; expected text or token ids")

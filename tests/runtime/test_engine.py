@@ -308,6 +308,25 @@ def test_abort_frees_the_pages_and_keeps_what_was_said(make_engine: Make) -> Non
     assert len(sequence.output().token_ids) == 4
 
 
+def test_an_abort_inside_a_step_takes_effect_at_its_end(make_engine: Make, make_executor: Make) -> None:
+    executor = make_executor()
+    whole, engine = executor.step, make_engine(executor)
+
+    def step(batch: Any) -> Any:
+        if len(executor.steps) == 2:
+            engine.abort("a")
+        return whole(batch)
+
+    executor.step = step
+    a = engine.add(Request("a", tuple(PROMPT[:4]), SamplingParams(ignore_eos=True)))
+    b = engine.add(Request("b", tuple(PROMPT[4:]), SamplingParams(max_tokens=9)))
+    run(engine)
+    assert a.finish_reason == "abort"
+    assert a.num_output == 3
+    assert list(b.output().token_ids) == expected_tokens(executor, PROMPT[4:], 9)
+    assert engine.pages_free == 64
+
+
 class TestStopping:
     """How answers end. The free text of the decoder is known from a run without stops."""
 
