@@ -40,7 +40,10 @@ test: $(SETUP) lint types
 .venv-gptqmodel/.setup: constraints.txt
 	$(PYTHON) -m venv .venv-gptqmodel
 	.venv-gptqmodel/bin/pip install --quiet --upgrade pip
-	.venv-gptqmodel/bin/pip install --quiet --constraint constraints.txt torch gptqmodel
+	.venv-gptqmodel/bin/pip install --quiet --constraint constraints.txt torch setuptools wheel packaging ninja numpy
+	.venv-gptqmodel/bin/pip install --quiet --constraint constraints.txt --no-build-isolation gptqmodel==7.6.0 \
+	  transformers==5.24.0
+	.venv-gptqmodel/bin/pip install --quiet --constraint constraints.txt optimum
 	touch $@
 
 .venv-llamacpp/.setup:
