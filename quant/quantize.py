@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -107,7 +108,7 @@ def _threads(count: int | None) -> Iterator[None]:
 def return_free_memory() -> None:
     """Gives freed memory back to the system, where the C library is glibc: results that stay between
     temporaries of a few megabytes split its heap, which otherwise grows by several times what stays."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
 
 
