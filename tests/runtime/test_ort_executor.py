@@ -137,14 +137,14 @@ def test_logits_come_in_the_order_of_logit_rows(executor: OrtExecutor) -> None:
     chunks = [(0, IDS[:2]), (0, IDS[2:14]), (0, IDS[14:15])]
     every = executor.step(make_batch(chunks))
     rows = [14, 3, 3, 0, 13, 1]
-    np.testing.assert_allclose(executor.step(make_batch(chunks, rows)), every[rows], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(executor.step(make_batch(chunks, rows)), every[rows], rtol=0, atol=1e-4)
 
 
 def test_no_rows_and_no_tokens(executor: OrtExecutor) -> None:
     expected = executor.step(make_batch([(0, IDS[:8])]))[-1]
     executor.allocate_kv(BLOCKS, PAGE, "f32")
     assert executor.step(make_batch([(0, IDS[:7])], rows=[])).shape == (0, VOCAB)
-    np.testing.assert_allclose(executor.step(make_batch([(7, IDS[7:8])]))[0], expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(executor.step(make_batch([(7, IDS[7:8])]))[0], expected, rtol=0, atol=1e-4)
     assert executor.step(make_batch([(8, [])])).shape == (0, VOCAB)
     assert executor.step(make_batch([])).shape == (0, VOCAB)
 
@@ -154,7 +154,7 @@ def test_long_chunks_run_in_pieces(onnx_path: Path, executor: OrtExecutor) -> No
     expected = executor.step(batch)
     with OrtExecutor.from_file(onnx_path, threads=1, accuracy_level=0, max_run_tokens=4) as pieces:
         pieces.allocate_kv(BLOCKS, PAGE, "f32")
-        np.testing.assert_allclose(pieces.step(batch), expected, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(pieces.step(batch), expected, rtol=0, atol=1e-4)
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,5 +1,6 @@
 """Logits of `OrtExecutor` against transformers in float32, and against a decoder written out in numpy."""
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,10 @@ def load(path: Path | str) -> Weights:
     return weights
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    return dict(json.loads((path / "config.json").read_text()))
+
+
 def quantized(weights: Weights, bits: int, group_size: int, symmetric: bool, permuted: bool) -> Weights:
     """Rounded to nearest, embedding and head in their 8 bits; `permuted` as desc_act leaves it."""
     import torch
@@ -61,13 +66,16 @@ def quantized(weights: Weights, bits: int, group_size: int, symmetric: bool, per
     return Weights(weights.spec, tensors)
 
 
-def transformers_logits(path: Path, weights: Weights, ids: list[int]) -> NDArray[np.float32]:
+def transformers_logits(config: dict[str, Any], weights: Weights, ids: list[int]) -> NDArray[np.float32]:
     """Logits [n, vocab] of transformers' own model in float32, holding the dequantized weights."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
+    settings = {key: value for key, value in config.items() if key != "model_type"}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(config["model_type"], **settings),
+        dtype=torch.float32,
+        attn_implementation="eager",
     ).eval()
     state = {
         name: torch.from_numpy(t.dequantize() if isinstance(t, QuantizedTensor) else t)
@@ -170,7 +178,7 @@ def test_float_logits_equal_transformers(case: str, make_tiny_model: Callable[..
     ids = some_ids(weights.spec.vocab_size)
     with OrtExecutor.from_weights(weights, threads=1) as executor:
         found = paged_logits(executor, ids)
-    assert np.abs(found - transformers_logits(path, weights, ids)).max() < BOUND
+    assert np.abs(found - transformers_logits(read_config(path), weights, ids)).max() < BOUND
 
 
 @pytest.mark.parametrize("permuted", [False, True])
@@ -187,7 +195,7 @@ def test_quantized_logits_equal_transformers_on_dequantized_weights(
     ids = some_ids(weights.spec.vocab_size)
     with OrtExecutor.from_weights(weights, threads=1, accuracy_level=0) as executor:
         found = paged_logits(executor, ids)
-    assert np.abs(found - transformers_logits(path, weights, ids)).max() < BOUND
+    assert np.abs(found - transformers_logits(read_config(path), weights, ids)).max() < BOUND
 
 
 def numpy_logits(weights: Weights, ids: list[int]) -> NDArray[np.float64]:
@@ -316,44 +324,59 @@ def test_greedy_tokens_do_not_depend_on_chunks_or_batch(executor: OrtExecutor) -
                 assert np.abs(row - reference).max() < 1e-3, how
 
 
-SMOL_TEXT = 96
+@dataclass
+class Smol:
+    weights: Weights
+    config: dict[str, Any]
+    ids: list[int]
 
 
 @pytest.fixture(scope="module")
-def smol() -> Weights:
-    return load("smollm2")
-
-
-@pytest.fixture(scope="module")
-def smol_folder(smol: Weights, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2's configuration for transformers; its weights come from the tensors."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("smollm2")
-    source = open_source("smollm2")
-    config = {key: value for key, value in source.config.items() if key != "model_type"}
-    source.close()
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **config)).save_pretrained(folder)
-    return folder
-
-
-def smol_ids() -> list[int]:
+def smol() -> Smol:
+    """SmolLM2 and 256 tokens of text."""
     from pydoc_data.topics import topics
 
     from tokenizers import Tokenizer
 
     source = open_source("smollm2")
     tokenizer = Tokenizer.from_str(bytes(source.tokenizer_files["tokenizer.json"]).decode())
-    source.close()
-    return tokenizer.encode(topics["for"]).ids[:SMOL_TEXT]
+    ids = tokenizer.encode(topics["for"] + topics["while"]).ids[:256]
+    return Smol(load("smollm2"), dict(source.config), ids)
 
 
-@pytest.mark.parametrize("quantize", [False, True])
-def test_smollm2_logits_equal_transformers(quantize: bool, smol: Weights, smol_folder: Path) -> None:
-    weights = quantized(smol, 4, 64, True, False) if quantize else smol
-    ids = smol_ids()
-    with OrtExecutor.from_weights(weights, threads=2, accuracy_level=0) as executor:
+@pytest.fixture(scope="module")
+def smol_4bit(smol: Smol) -> Weights:
+    return quantized(smol.weights, 4, 64, True, False)
+
+
+@pytest.fixture(scope="module")
+def smol_4bit_logits(smol: Smol, smol_4bit: Weights) -> NDArray[np.float32]:
+    """Transformers' logits of the dequantized weights."""
+    return transformers_logits(smol.config, smol_4bit, smol.ids)
+
+
+def test_smollm2_float_logits_equal_transformers(smol: Smol) -> None:
+    ids = smol.ids[: PROMPT + DECODED]
+    with OrtExecutor.from_weights(smol.weights, threads=2) as executor:
         found = paged_logits(executor, ids)
-    assert np.abs(found - transformers_logits(smol_folder, weights, ids)).max() < BOUND
+    assert np.abs(found - transformers_logits(smol.config, smol.weights, ids)).max() < BOUND
+
+
+def test_smollm2_in_4_bits_equals_transformers_on_dequantized_weights(
+    smol: Smol, smol_4bit: Weights, smol_4bit_logits: NDArray[np.float32]
+) -> None:
+    ids = smol.ids[: PROMPT + DECODED]
+    with OrtExecutor.from_weights(smol_4bit, threads=2, accuracy_level=0) as executor:
+        found = paged_logits(executor, ids)
+    assert np.abs(found - smol_4bit_logits[: len(ids)]).max() < BOUND
+
+
+def test_smollm2_with_rounded_activations_is_near_and_stays_so_in_chunks(
+    smol: Smol, smol_4bit: Weights, smol_4bit_logits: NDArray[np.float32]
+) -> None:
+    with OrtExecutor.from_weights(smol_4bit, threads=2) as executor:
+        whole = paged_logits(executor, smol.ids, len(smol.ids))
+        single = paged_logits(executor, smol.ids, 1)
+    expected, found = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (smol_4bit_logits, whole))
+    assert (np.exp(expected) * (expected - found)).sum(-1).mean() < 1e-2
+    assert (whole.argmax(-1) == single.argmax(-1)).mean() >= 0.98
