@@ -68,10 +68,10 @@ format: $(SETUP)
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(git ls-files "runtime/kernels/*.cpp" "runtime/kernels/*.h")
 
-# On an installed wheel, so that what is checked is what users get; the rooms' own names mean nothing in a checkout.
+# On an installed wheel (without its binary, which types do not need), so that what is checked is what users get; the rooms' own names mean nothing in a checkout.
 types: $(SETUP)
 	rm -rf build/types
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/types/wheel .
+	$(BIN)/python -m pip wheel --quiet --no-deps --config-settings wheel.cmake=false --wheel-dir build/types/wheel .
 	$(BIN)/python -m pip install --quiet --no-deps --target build/types/site build/types/wheel/nybble-*.whl
 	MYPYPATH=build/types/site $(BIN)/mypy --config-file pyproject.toml --package nybble
 
