@@ -186,6 +186,29 @@ def reference_without_end(executor: Any, prompt: list[int], count: int) -> list[
     return tokens[len(prompt) :]
 
 
+def test_a_preempted_request_comes_before_later_ones(make_engine: Make, make_executor: Make) -> None:
+    engine = make_engine(make_executor(10, 4), max_model_len=40, eos_token_ids=[], max_sequences=3)
+    for i in range(5):
+        engine.add(Request(str(i), tuple(PROMPT), SamplingParams(max_tokens=25)))
+    order = []
+    while engine.has_work:
+        order += [s.request.id for s in engine.step() if s.finished]
+    assert order == ["0", "1", "2", "3", "4"]
+
+
+def test_a_prompt_does_not_take_pages_that_an_older_one_still_needs(
+    make_engine: Make, make_executor: Make
+) -> None:
+    engine = make_engine(make_executor(10, 4), max_model_len=40, max_batch_tokens=12)
+    older = engine.add(Request("a", (7,) * 32, SamplingParams(max_tokens=1)))
+    younger = engine.add(Request("b", (7,) * 10, SamplingParams(max_tokens=1)))
+    pages = []
+    while engine.has_work:
+        engine.step()
+        pages.append((older.computed, younger.computed))
+    assert pages == [(12, 0), (24, 0), (32, 0), (32, 10)]
+
+
 def test_decodes_come_first_and_prompts_fill_the_budget(make_engine: Make, make_executor: Make) -> None:
     executor = make_executor()
     engine = make_engine(executor, max_batch_tokens=6, eos_token_ids=[])
