@@ -117,7 +117,7 @@ class PackedLayout:
         ended = b.op("LessOrEqual", self.ends, b.op("Unsqueeze", self.index, one))
         self.sequence = b.op("ReduceSum", b.op("Cast", ended, to=int64), one, keepdims=0)
         self.offset = b.op("Sub", self.index, b.op("Gather", self.starts, self.sequence))
-        # At least 2: ONNX Runtime multiplies a single row by another kernel, which rounds differently, and then
+        # At least 2: ONNX Runtime multiplies a single row by another kernel, which rounds differently, and
         # a decode's logits would not be those that the same token has in a chunk.
         longest = b.op("ReduceMax", b.op("Sub", self.ends, self.starts), keepdims=0)
         self.longest = b.op("Max", longest, b.constant(2))

@@ -294,9 +294,9 @@ def matmulnbits_block(group_size: int, in_features: int) -> int:
     divide the group size. A larger group's scale is repeated, once for each of its blocks.
 
     Blocks of 32 because a block is also what `accuracy_level` 4 rounds activations in: the error is smaller
-    than with 64 or 128, and ONNX Runtime's kernels for one row and for many then give the same bits, so that
-    a token's logits do not depend on how many run beside it. Raises `ModelFormatError` for a group size that is
-    no multiple of 16.
+    than with 64 or 128, and ONNX Runtime's kernels for one row and for many then give the same bits, so
+    that a token's logits do not depend on how many run beside it. Raises `ModelFormatError` for a group size
+    that is no multiple of 16.
     """
     if group_size >= in_features:
         return 16 if in_features <= 16 else 32

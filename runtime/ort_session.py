@@ -80,8 +80,6 @@ def make_session(
     options.enable_mem_pattern = False  # patterns are kept per input shape, and shapes never repeat here
     # Threads spin inside a run, where the next operator follows at once, and sleep between runs.
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    # Weights outside the arena: it would round their size up to a power of two.
-    options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
     if folder is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     if tensors:
