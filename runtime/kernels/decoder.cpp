@@ -136,7 +136,7 @@ void Decoder::reserve(int tokens, int sequences, int rows) {
     }
     if (b.max_parts == 0) {
         // Only so many sequences are split over segments as threads could otherwise go without work.
-        b.max_parts = 4 * pool_.size();
+        b.max_parts = std::max(1, 4 * pool_.size() / config_.num_kv_heads);
         b.max_segments = (config_.max_position + kSegmentTokens - 1) / kSegmentTokens;
         const size_t parts = static_cast<size_t>(b.max_parts) * b.max_segments;
         b.parts.resize(parts * config_.num_heads);
@@ -225,18 +225,13 @@ void Decoder::each_token(int thread, int count, Function function) {
 void Decoder::run(int thread) {
     const FloatControl control;
     Buffers& b = *buffers_;
-    const int tokens = input_->tokens;
     Counter* counters = b.counters.data();
-    if (tokens == 0) return;
+    if (input_->tokens == 0) return;
     embed(thread);
     for (int layer = 0; layer < config_.num_layers; ++layer) {
         const LayerWeights& w = weights_.layers[layer];
         Counter* next = counters + static_cast<size_t>(layer) * kPhasesPerLayer;
-        each_token(thread, tokens, [&](int t) {
-            kernels_.rms_norm(b.residual.floats() + static_cast<size_t>(t) * b.hidden, w.input_norm.data(),
-                              config_.norm_eps, config_.hidden_size,
-                              b.normed.floats() + static_cast<size_t>(t) * b.hidden);
-        });
+        normalize(thread, w.input_norm);
         quantize_inputs(thread, w, kQ, 3, b.normed.floats(), b.hidden);
         pool_.barrier();
         linears(thread, w, kQ, 3, b.projected.floats(), b.qkv, next[0].next);
@@ -251,11 +246,7 @@ void Decoder::run(int thread) {
         linears(thread, w, kO, 1, b.projected.floats(), b.hidden, next[2].next);
         pool_.barrier();
         residual(thread, w, kO);
-        each_token(thread, tokens, [&](int t) {
-            kernels_.rms_norm(b.residual.floats() + static_cast<size_t>(t) * b.hidden, w.post_norm.data(),
-                              config_.norm_eps, config_.hidden_size,
-                              b.normed.floats() + static_cast<size_t>(t) * b.hidden);
-        });
+        normalize(thread, w.post_norm);
         quantize_inputs(thread, w, kGate, 2, b.normed.floats(), b.hidden);
         pool_.barrier();
         linears(thread, w, kGate, 2, b.projected.floats(), b.gate_up, next[3].next);
@@ -306,6 +297,18 @@ void Decoder::embed(int thread) {
             b.cos[t * half + i] = static_cast<float>(value.cos) * config_.rope_attention_factor;
             b.sin[t * half + i] = static_cast<float>(value.sin) * config_.rope_attention_factor;
         }
+    });
+}
+
+// normed = RMSNorm(residual). The buffer holds rows of other widths too, so the padding is cleared each time.
+void Decoder::normalize(int thread, const std::vector<float>& weight) {
+    Buffers& b = *buffers_;
+    const int n = round_up(config_.hidden_size, 16);
+    each_token(thread, input_->tokens, [&](int t) {
+        float* out = b.normed.floats() + static_cast<size_t>(t) * b.hidden;
+        kernels_.rms_norm(b.residual.floats() + static_cast<size_t>(t) * b.hidden, weight.data(),
+                          config_.norm_eps, config_.hidden_size, out);
+        std::fill(out + n, out + b.hidden, 0.0f);
     });
 }
 

@@ -109,6 +109,7 @@ class Decoder {
     // The step as one thread sees it: phases with barriers between them.
     void run(int thread);
     void embed(int thread);
+    void normalize(int thread, const std::vector<float>& weight);
     static int input_slot(const LayerWeights& layer, LinearIndex first, int i);
     void quantize_inputs(int thread, const LayerWeights& layer, LinearIndex first, int count,
                          const float* rows, int stride);

@@ -342,7 +342,7 @@ void multiply(const Floats2& x, const Tiles& tiles, int rows, int bits, int kind
 void bind_decoder(nb::module_& m) {
     m.def("supported_kernels", &supported_kernels);
     m.def("multiply", &multiply, "x"_a, "tiles"_a, "rows"_a, "bits"_a, "kind"_a, "slices_per_group"_a,
-          "isa"_a, "panel"_a, "y"_a);
+          "isa"_a, "panel"_a, "y"_a.noconvert());
     nb::class_<Builder>(m, "DecoderBuilder")
         .def(nb::init<const nb::dict&>(), "config"_a)
         .def("set_linear", &Builder::set_linear, "layer"_a, "index"_a, "tiles"_a, "bits"_a, "kind"_a,
@@ -354,11 +354,12 @@ void bind_decoder(nb::module_& m) {
         .def(nb::init<Builder&, int, const std::string&>(), "builder"_a, "threads"_a, "isa"_a)
         .def("allocate_kv", &PyDecoder::allocate_kv, "num_blocks"_a, "kv_type"_a)
         .def("reserve", &PyDecoder::reserve, "tokens"_a, "sequences"_a, "rows"_a)
-        .def("step", &PyDecoder::step, "token_ids"_a, "cu_seqlens"_a, "past_lens"_a, "block_table"_a,
-             "slot_mapping"_a, "logit_rows"_a, "logits"_a)
-        .def("copy_blocks", &PyDecoder::copy_blocks, "src"_a, "dst"_a)
-        .def("read_blocks", &PyDecoder::read_blocks, "ids"_a)
-        .def("write_blocks", &PyDecoder::write_blocks, "ids"_a, "data"_a)
+        .def("step", &PyDecoder::step, "token_ids"_a.noconvert(), "cu_seqlens"_a.noconvert(),
+             "past_lens"_a.noconvert(), "block_table"_a.noconvert(), "slot_mapping"_a.noconvert(),
+             "logit_rows"_a.noconvert(), "logits"_a.noconvert())
+        .def("copy_blocks", &PyDecoder::copy_blocks, "src"_a.noconvert(), "dst"_a.noconvert())
+        .def("read_blocks", &PyDecoder::read_blocks, "ids"_a.noconvert())
+        .def("write_blocks", &PyDecoder::write_blocks, "ids"_a.noconvert(), "data"_a)
         .def_prop_ro("logit_stride", &PyDecoder::logit_stride)
         .def_prop_ro("bytes_per_block", &PyDecoder::bytes_per_block)
         .def_prop_ro("isa", &PyDecoder::isa)

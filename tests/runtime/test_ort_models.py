@@ -1,173 +1,34 @@
 """Logits of `OrtExecutor` against transformers in float32, and against a decoder written out in numpy."""
 
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from decoders import (
+    CASES,
+    DECODED,
+    MIXED,
+    PROMPT,
+    Weights,
+    greedy,
+    load,
+    paged_logits,
+    quantized,
+    read_config,
+    some_ids,
+    transformers_logits,
+)
 from numpy.typing import NDArray
 
 from nybble.export.weights import LogicalTensor
 from nybble.models.open import open_source
 from nybble.models.spec import ModelSpec, RopeSpec
-from nybble.quant.packing import QuantizedTensor, quantize_head
-from nybble.quant.recipe import Recipe
-from nybble.quant.rtn import quantize_rtn
-from nybble.runtime.batch import Batch
 from nybble.runtime.ort_executor import OrtExecutor
 
 BOUND = 2e-3
-PROMPT, DECODED = 64, 32
-
-
-@dataclass
-class Weights:
-    spec: ModelSpec
-    tensors: dict[str, LogicalTensor]
-
-    def tensor(self, name: str) -> LogicalTensor:
-        return self.tensors[name]
-
-
-def load(path: Path | str) -> Weights:
-    source = open_source(path)
-    weights = Weights(source.spec, {name: source.tensor(name) for name in source.spec.tensors()})
-    source.close()
-    return weights
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    return dict(json.loads((path / "config.json").read_text()))
-
-
-def quantized(weights: Weights, bits: int, group_size: int, symmetric: bool, permuted: bool) -> Weights:
-    """Rounded to nearest, embedding and head in their 8 bits; `permuted` as desc_act leaves it."""
-    import torch
-
-    recipe = Recipe(method="rtn", bits=bits, group_size=group_size, symmetric=symmetric, clip_search=False)
-    rng = np.random.default_rng(7)
-    orders: dict[int, NDArray[np.int32]] = {}
-    tensors: dict[str, LogicalTensor] = {}
-    for name, tensor in weights.tensors.items():
-        assert isinstance(tensor, np.ndarray)
-        if name in (weights.spec.embedding_name, weights.spec.head_name):
-            tensors[name] = quantize_head(tensor)
-        elif tensor.ndim == 2:
-            columns = tensor.shape[1]
-            order = orders.setdefault(columns, rng.permutation(columns).astype(np.int32))
-            stored = np.ascontiguousarray(tensor[:, order] if permuted else tensor)
-            result = quantize_rtn(torch.from_numpy(stored), recipe, name)
-            tensors[name] = replace(result, permutation=order) if permuted else result
-        else:
-            tensors[name] = tensor
-    return Weights(weights.spec, tensors)
-
-
-def transformers_logits(config: dict[str, Any], weights: Weights, ids: list[int]) -> NDArray[np.float32]:
-    """Logits [n, vocab] of transformers' own model in float32, holding the dequantized weights."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    settings = {key: value for key, value in config.items() if key != "model_type"}
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(config["model_type"], **settings),
-        dtype=torch.float32,
-        attn_implementation="eager",
-    ).eval()
-    state = {
-        name: torch.from_numpy(t.dequantize() if isinstance(t, QuantizedTensor) else t)
-        for name, t in weights.tensors.items()
-    }
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}
-    with torch.no_grad():
-        return np.asarray(model(torch.tensor([ids])).logits[0].numpy())
-
-
-class Pages:
-    """Tables of shuffled pages for sequences of up to `room` tokens; pages out of the window are unmapped."""
-
-    def __init__(self, spec: ModelSpec, sequences: int, room: int, page_size: int = 16) -> None:
-        self.windows = spec.window_groups
-        self.page_size, self.width = page_size, -(-room // page_size)
-        count = len(self.windows) * sequences * self.width
-        self.num_blocks = count + 5
-        pages = np.random.default_rng(3).permutation(self.num_blocks)[:count]
-        self.table = pages.reshape(len(self.windows), sequences, self.width).astype(np.int32)
-
-    def batch(self, chunks: list[tuple[int, int, list[int]]], logits: str = "all") -> Batch:
-        """A step of (sequence, tokens before, new tokens); logits of all new tokens, or of each last."""
-        table = self.table[:, [sequence for sequence, _, _ in chunks]].copy()
-        slots: list[list[int]] = [[] for _ in self.windows]
-        for group, window in enumerate(self.windows):
-            for row, (_, past, ids) in enumerate(chunks):
-                positions = np.arange(past, past + len(ids))
-                pages = table[group, row, positions // self.page_size]
-                slots[group] += (pages * self.page_size + positions % self.page_size).tolist()
-                if window is not None:
-                    table[group, row, : max(0, past + 1 - window) // self.page_size] = -1
-        bounds = np.cumsum([0, *(len(ids) for _, _, ids in chunks)])
-        rows = np.arange(bounds[-1]) if logits == "all" else bounds[1:] - 1
-        return Batch(
-            token_ids=np.array([token for _, _, ids in chunks for token in ids], np.int32),
-            cu_seqlens=bounds.astype(np.int32),
-            past_lens=np.array([past for _, past, _ in chunks], np.int32),
-            block_table=table,
-            slot_mapping=np.array(slots, np.int32),
-            logit_rows=rows.astype(np.int32),
-        )
-
-
-def paged_logits(executor: OrtExecutor, ids: list[int], prompt: int = PROMPT) -> NDArray[np.float32]:
-    """Logits of every position: the prompt in one chunk, then a token at a time."""
-    pages = Pages(executor.spec, 1, len(ids))
-    executor.allocate_kv(pages.num_blocks, pages.page_size, "f32")
-    parts = [executor.step(pages.batch([(0, 0, ids[:prompt])]))]
-    parts += [executor.step(pages.batch([(0, i, [ids[i]])])) for i in range(prompt, len(ids))]
-    return np.concatenate(parts)
-
-
-def some_ids(vocab_size: int, count: int = PROMPT + DECODED) -> list[int]:
-    return np.random.default_rng(11).integers(3, vocab_size, count).tolist()
-
-
-SCALINGS: dict[str, dict[str, Any]] = {
-    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-}
-MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama tied": ("llama", {"tie_word_embeddings": True}),
-    "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama wide heads": ("llama", {"head_dim": 40, "num_key_value_heads": 1}),
-    "llama gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
-    "llama linear": ("llama", {"rope_parameters": SCALINGS["linear"]}),
-    "llama llama3": ("llama", {"rope_parameters": SCALINGS["llama3"]}),
-    "llama yarn": ("llama", {"rope_parameters": SCALINGS["yarn"]}),
-    "mistral window": ("mistral", {"sliding_window": 24}),
-    "qwen2": ("qwen2", {}),
-    "qwen2 two groups": ("qwen2", {"use_sliding_window": True, "tie_word_embeddings": True, **MIXED}),
-    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
-    "qwen3 yarn": ("qwen3", {"head_dim": 32, "rope_parameters": SCALINGS["yarn"]}),
-}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -283,26 +144,6 @@ def executor(make_tiny_model: Callable[..., Path]) -> Iterator[OrtExecutor]:
         quantized(load(path), 4, 32, True, False), threads=1, accuracy_level=0
     ) as it:
         yield it
-
-
-def greedy(
-    executor: OrtExecutor, prompts: list[list[int]], chunk: int, count: int
-) -> list[list[NDArray[np.float32]]]:
-    """Logits of every greedy choice, [prompt][step], with the prompts in chunks and all in one batch."""
-    pages = Pages(executor.spec, len(prompts), max(map(len, prompts)) + count)
-    executor.allocate_kv(pages.num_blocks, pages.page_size, "f32")
-    texts, done = [list(p) for p in prompts], [0] * len(prompts)
-    chosen: list[list[NDArray[np.float32]]] = [[] for _ in prompts]
-    while any(len(found) < count for found in chosen):
-        active = [i for i, found in enumerate(chosen) if len(found) < count]
-        chunks = [(i, done[i], texts[i][done[i] : done[i] + chunk]) for i in active]
-        logits = executor.step(pages.batch(chunks, logits="last"))
-        for (i, past, ids), row in zip(chunks, logits, strict=True):
-            done[i] = past + len(ids)
-            if done[i] == len(texts[i]):
-                chosen[i].append(row)
-                texts[i].append(int(row.argmax()))
-    return chosen
 
 
 def test_greedy_tokens_do_not_depend_on_chunks_or_batch(executor: OrtExecutor) -> None:
