@@ -94,8 +94,7 @@ class Scheduler:
                 budget -= chunk.count
         while budget > 0 and self.waiting and len(self.running) < self._max_sequences:
             sequence = self.waiting[0]
-            promised = sum(self._pages_missing(s) for s in self.running)
-            if self._free_pages() < promised + self._pages_missing(sequence):
+            if self._free_pages() < self._pages_missing(sequence):
                 break
             self.running.append(self.waiting.popleft())
             if chunk := self._chunk(sequence, budget):

@@ -196,9 +196,7 @@ def test_a_preempted_request_comes_before_later_ones(make_engine: Make, make_exe
     assert order == ["0", "1", "2", "3", "4"]
 
 
-def test_a_prompt_does_not_take_pages_that_an_older_one_still_needs(
-    make_engine: Make, make_executor: Make
-) -> None:
+def test_a_prompt_waits_until_there_are_pages_for_all_of_it(make_engine: Make, make_executor: Make) -> None:
     engine = make_engine(make_executor(10, 4), max_model_len=40, max_batch_tokens=12)
     older = engine.add(Request("a", (7,) * 32, SamplingParams(max_tokens=1)))
     younger = engine.add(Request("b", (7,) * 10, SamplingParams(max_tokens=1)))
@@ -287,6 +285,7 @@ def test_an_interrupt_leaves_an_engine_that_goes_on(make_engine: Make, make_exec
         except KeyboardInterrupt:
             interrupts += 1
         check_pages(engine, [] if sequence.finished else [sequence], 64)
+        assert 64 - engine.pages_free <= -(-len(sequence.tokens) // 4)  # an interrupted step's are used again
     assert interrupts == 3
     assert list(sequence.output().token_ids) == expected_tokens(executor, PROMPT, 20)
 
@@ -366,6 +365,11 @@ class TestStopping:
         assert output.token_ids == free.token_ids[: first + 1]
         assert output.text == byte_tokenizer.decode(free.token_ids[:first])
         assert (output.finish_reason, output.stop_reason) == ("stop", token)
+
+    def test_the_first_token_may_be_the_end(self, make_engine: Make, free: Any) -> None:
+        output = answer(make_engine(eos_token_ids=[free.token_ids[0]]), PROMPT).output()
+        assert (output.token_ids, output.text) == (free.token_ids[:1], "")
+        assert output.finish_reason == "stop"
 
     def test_every_end_token_of_the_model_counts(self, make_engine: Make, free: Any) -> None:
         token = free.token_ids[6]
