@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..errors import ExecutorError, MissingDependencyError, SettingError
 
 PREFERRED = ("CUDAExecutionProvider", "CPUExecutionProvider")
+OLDEST = (1, 28)  # 1.22 cannot load the graph; up to 1.27, a token that sees nothing does not get zeros
 PACKAGES = ("onnxruntime", "onnxruntime-gpu")
 
 
@@ -38,6 +39,11 @@ def _load() -> Any:
         raise MissingDependencyError(
             "OrtExecutor needs onnxruntime; pip install 'nybble[onnx]', or 'nybble[cuda]' for a CUDA GPU"
         ) from None
+    found = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+    if found < OLDEST:
+        raise MissingDependencyError(
+            f"OrtExecutor needs onnxruntime {OLDEST[0]}.{OLDEST[1]} or newer; {onnxruntime.__version__} is installed"
+        )
     return onnxruntime
 
 

@@ -380,3 +380,9 @@ def test_a_missing_onnx_runtime_names_the_extra(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(MissingDependencyError, match=r"nybble\[onnx\]"):
         reload_session(monkeypatch)
+
+
+def test_an_old_onnx_runtime_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ort_session.ort, "__version__", "1.27.3")
+    with pytest.raises(MissingDependencyError, match=r"1\.28 or newer; 1\.27\.3 is installed"):
+        reload_session(monkeypatch)
