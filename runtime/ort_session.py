@@ -42,7 +42,8 @@ def _load() -> Any:
     found = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
     if found < OLDEST:
         raise MissingDependencyError(
-            f"OrtExecutor needs onnxruntime {OLDEST[0]}.{OLDEST[1]} or newer; {onnxruntime.__version__} is installed"
+            f"OrtExecutor needs onnxruntime {OLDEST[0]}.{OLDEST[1]} or newer; "
+            f"{onnxruntime.__version__} is installed"
         )
     return onnxruntime
 
