@@ -1,6 +1,14 @@
 """What machine is this, and what fits?"""
 
-from .planner import MemoryPlan, check_fit, fit_sequences, kv_bytes_per_token, plan_memory, weight_bytes
+from .planner import (
+    ExecutorKind,
+    MemoryPlan,
+    check_fit,
+    fit_sequences,
+    kv_bytes_per_token,
+    plan_memory,
+    weight_bytes,
+)
 from .probe import Machine, probe
 from .profile import DeviceProfile, KvDtype, Provider, load_profile
 from .report import describe, describe_profile, machine_json, profile_json
@@ -9,6 +17,7 @@ from .sizes import format_bytes, parse_bytes, parse_memory_budget
 
 __all__ = [
     "DeviceProfile",
+    "ExecutorKind",
     "KvDtype",
     "Machine",
     "MemoryPlan",

@@ -1,8 +1,8 @@
 """Whether a model fits, before anything is loaded: bytes for each thing that will be held.
 
-The figures are for `OrtExecutor`. On a CPU they are built from what ONNX Runtime 1.32 was seen to hold; the
-constants below say how. For a GPU's own memory they count weights, cache and activations, and have not been
-measured.
+For `CpuExecutor` they follow from its layouts (runtime/kernels/layout.h). For `OrtExecutor` on a CPU they are
+built from what ONNX Runtime 1.32 was seen to hold; the constants below say how. For a GPU's own memory they
+count weights, cache and activations, and have not been measured.
 """
 
 import math
@@ -18,6 +18,7 @@ from .profile import DeviceProfile, KvDtype
 from .sizes import format_bytes
 
 Half = Literal["onnx", "gptq"]
+ExecutorKind = Literal["cpu", "ort"]
 
 KV_BYTES: dict[KvDtype, int] = {"f32": 4, "f16": 2, "int8": 1}
 # The embedding and head of a quantized model, as quant.packing defines them.
@@ -26,6 +27,10 @@ HEAD_BITS, HEAD_GROUP_SIZE = 8, 32
 # Resident after importing what a run needs: interpreter, numpy, tokenizers, jinja2 (43 MB), onnx-ir (45 MB),
 # onnxruntime (20 MB). CPython 3.11, Linux x86-64.
 IMPORTS = 110_000_000
+# The same without ONNX, for `CpuExecutor`: interpreter, numpy, tokenizers, jinja2, the kernels.
+CPU_IMPORTS = 48_000_000
+# Repacking the head, which comes first, holds it this many times over: in f16, as integers, as tiles.
+LOADING_COPIES = 4
 # What a session holds besides weights, and library pages touched by the first run: 44 MB for 30 layers.
 SESSION, SESSION_PER_LAYER = 20_000_000, 900_000
 # A tokenizer's tables: 31 MB for 49,152 tokens.
@@ -91,12 +96,14 @@ def plan_memory(
     half: Half = "onnx",
     token_budget: int | None = None,
     budget: int | None = None,
+    executor: ExecutorKind = "ort",
 ) -> MemoryPlan:
     """What running a model under a profile holds, with `sequences` of up to `context` tokens each at once.
 
     None takes the profile's value; `context` None is the model's own where that is shorter. `recipe` None is
-    an unquantized model. `half` is what the artifact is read from: the ONNX half's weights are mapped, the
-    GPTQ half's are in memory as well. Raises `SettingError`.
+    an unquantized model. `half` is what the artifact is read from: `OrtExecutor` maps the ONNX half's weights
+    and holds the GPTQ half's in memory as well; for `CpuExecutor` it makes no difference. Raises
+    `SettingError`.
     """
     length = min(spec.max_position, profile.context) if context is None else context
     if not 1 <= length <= spec.max_position:
@@ -119,6 +126,8 @@ def plan_memory(
         loading=0,
         budget=profile.memory_budget if budget is None else budget,
     )
+    if executor == "cpu":
+        return _on_kernels(plan, spec, recipe, token_budget or profile.token_budget)
     return plan if profile.memory_kind == "gpu" else _on_cpu(plan, spec, recipe, half)
 
 
@@ -133,6 +142,7 @@ def check_fit(
     half: Half = "onnx",
     token_budget: int | None = None,
     budget: int | None = None,
+    executor: ExecutorKind = "ort",
 ) -> MemoryPlan:
     """`plan_memory`'s plan, if it keeps to the budget. Raises `DoesNotFitError` with the numbers and what
     would fit, `SettingError` for a setting out of range."""
@@ -145,6 +155,7 @@ def check_fit(
         half=half,
         token_budget=token_budget,
         budget=budget,
+        executor=executor,
     )
     asked = plan(context=context, sequences=sequences)
     if asked.fits:
@@ -163,6 +174,7 @@ def fit_sequences(
     half: Half = "onnx",
     token_budget: int | None = None,
     budget: int | None = None,
+    executor: ExecutorKind = "ort",
 ) -> MemoryPlan:
     """The plan for as many sequences of `context` tokens as fit, `max_sequences` at most. Raises as
     `check_fit` does where not even one fits."""
@@ -178,6 +190,7 @@ def fit_sequences(
         half=half,
         token_budget=token_budget,
         budget=budget,
+        executor=executor,
     )
     best, low, high = plan(sequences=1), 1, max_sequences + 1
     while high - low > 1:
@@ -245,6 +258,27 @@ def _on_cpu(plan: MemoryPlan, spec: ModelSpec, recipe: Recipe | None, half: Half
     # Unpacking a GPTQ half leaves freed heap behind, about a largest matrix of it.
     weights = mapped if half == "onnx" else given + loading
     return replace(plan, weights=weights, packed=packed, loading=loading, runtime=runtime)
+
+
+def _on_kernels(plan: MemoryPlan, spec: ModelSpec, recipe: Recipe | None, tokens: int) -> MemoryPlan:
+    """What `CpuExecutor` holds: tiles of 16 rows by 32 inputs with f16 scales, norms and biases in float32,
+    the buffers of one step. Loading repacks one matrix at a time; the head is the largest."""
+    if recipe is None:
+        raise SettingError("executor is 'cpu', which runs quantized models only; use 'ort'")
+    head, matrices = _head(spec), [_Matrix.of(linear, recipe) for linear in _linears(spec)]
+    held = [*matrices, head] if spec.tied_embeddings else [*matrices, head, head]
+    weights = sum(m.data + 2 * m.scales + m.zeros for m in held) + 4 * _float_elements(spec)
+    wide = max(spec.hidden_size, spec.q_size + 2 * spec.kv_size, 2 * spec.intermediate_size)
+    row = 4 * (2 * max(spec.hidden_size, spec.intermediate_size) + wide + spec.q_size)
+    row += 3 * max(spec.hidden_size, spec.q_size, spec.intermediate_size) * 5 // 4
+    return replace(
+        plan,
+        weights=weights,
+        packed=0,
+        activations=tokens * row + 4 * spec.vocab_size * plan.sequences,
+        runtime=CPU_IMPORTS + TOKENIZER_PER_TOKEN * spec.vocab_size,
+        loading=max(0, LOADING_COPIES * head.data - weights),
+    )
 
 
 def _activations(spec: ModelSpec, context: int, sequences: int, kv_dtype: KvDtype, tokens: int) -> int:

@@ -52,13 +52,15 @@ class GptqWeights:
             raise ModelFormatError(f"{self.folder}: the model has no tensor {shown(name)}")
         if name in self._linears:
             return self._quantized(name)
-        values = self._shard(name).float32(name)
+        shard = self._shard(name)
+        ends = name in (self.spec.embedding_name, self.spec.head_name)
+        # The largest tensors by far; as they are stored they take half the memory.
+        stored = ends and shard.tensors[name].dtype == "F16"
+        values = shard.raw(name) if stored else shard.float32(name)
         # Both are NaN if one value is; unlike isfinite over the array, they take no memory.
         if not (np.isfinite(values.min()) and np.isfinite(values.max())):
-            raise ModelFormatError(f"{self._shard(name).where}: tensor {shown(name)} holds NaN or infinity")
-        if name in (self.spec.embedding_name, self.spec.head_name):
-            return quantize_head(values, name)
-        return values
+            raise ModelFormatError(f"{shard.where}: tensor {shown(name)} holds NaN or infinity")
+        return quantize_head(values, name) if ends else values
 
     def close(self) -> None:
         self._close()

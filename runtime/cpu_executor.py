@@ -56,6 +56,13 @@ class CpuExecutor:
 
     def _load(self, builder: Any, weights: LogicalWeights) -> None:
         spec = self._spec
+        # First, while little else is held: repacking these takes most memory.
+        embedding = _ends(weights, spec.embedding_name)
+        head = embedding if spec.tied_embeddings else _ends(weights, spec.head_name)
+        builder.set_ends(
+            _floats(weights, spec.final_norm_name),
+            embedding.tiles, embedding.slices_per_group, head.tiles, head.slices_per_group,
+        )  # fmt: skip
         for layer in range(spec.num_layers):
             for index, linear in enumerate(spec.linears(layer)):
                 tensor = _quantized(weights, linear.name)
@@ -76,12 +83,6 @@ class CpuExecutor:
                 q,
                 k,
             )
-        embedding = _ends(weights, spec.embedding_name)
-        head = embedding if spec.tied_embeddings else _ends(weights, spec.head_name)
-        builder.set_ends(
-            _floats(weights, spec.final_norm_name),
-            embedding.tiles, embedding.slices_per_group, head.tiles, head.slices_per_group,
-        )  # fmt: skip
 
     @property
     def spec(self) -> ModelSpec:

@@ -23,8 +23,8 @@ def multiply(
     panel: bool,
     y: NDArray[np.float32],
 ) -> None:
-    """`y[:, :rows] = x Wᵀ` as the decoder computes it, on one thread: `x` [M, columns], `y` [M, rows padded to
-    16]. `panel` takes the path for many tokens. Raises `ValueError` naming the argument."""
+    """`y[:, :rows] = x Wᵀ` as the decoder computes it, on one thread: `x` [M, columns], `y` [M, rows padded
+    to 16]. `panel` takes the path for many tokens. Raises `ValueError` naming the argument."""
 
 class DecoderBuilder:
     """Collects a decoder's weights; the arrays are kept and not copied."""

@@ -24,13 +24,15 @@ class LLM:
     """A model, opened from an artifact folder and run in this process.
 
     - `device`: "auto", or a device profile by name or file; it decides threads, memory, context and cache.
-    - `executor`: "ort"; "auto" is the same in this build.
-    - `format`: which half of the artifact, "gptq" or "onnx"; "auto" prefers the ONNX half.
+    - `executor`: "cpu", our own kernels, the same bits whatever else runs; "ort", ONNX Runtime; "auto" is the
+      first on a CPU.
+    - `format`: which half of the artifact, "gptq" or "onnx"; "auto" prefers the GPTQ half on our kernels and
+      the ONNX half on ONNX Runtime.
     - `providers`: ONNX Runtime execution providers, best first.
     - `memory_budget`: bytes, a size ("600MB") or a share of the device's memory (0.5).
     - `max_model_len`: the context in tokens. `max_batch_tokens`: most new tokens of one step.
     - `max_sequences`: the most requests that run at once, fewer where memory allows fewer. `kv_dtype`:
-      "f32" or "f16".
+      "f32", "f16", or on our kernels "int8".
 
     What is not given comes from the device. Raises `ModelFormatError` for a path that is no sound artifact,
     `DoesNotFitError` with the numbers before loading what is too large, `SettingError` for settings.

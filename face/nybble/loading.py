@@ -3,28 +3,27 @@ loaded."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from .devices import (
     DeviceProfile,
+    ExecutorKind,
     MemoryPlan,
-    check_fit,
+    fit_sequences,
     parse_memory_budget,
-    plan_memory,
     resolve_device,
 )
 from .errors import ModelFormatError, SettingError
 from .export.artifact import Artifact, open_artifact
-from .models.spec import ModelSpec
-from .quant.recipe import Recipe
 from .runtime.executor import Executor, KvDtype
 from .runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from .export.manifest import Format
 
-ExecutorName = Literal["auto", "cpu", "ort"]
+CPU_PAGE_SIZE = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +56,6 @@ def load(
     """Opens an artifact for `LLM`, whose parameters these are."""
     if executor not in ("auto", "cpu", "ort"):
         raise SettingError(f"executor is {executor!r}; expected auto, cpu or ort")
-    if executor == "cpu":
-        raise SettingError("executor is 'cpu'; this build has no CPU kernels for a decoder, use 'ort'")
     for name, value in (("threads", threads), ("max_batch_tokens", max_batch_tokens)):
         if value is not None and value < 1:
             raise SettingError(f"{name} is {value}; expected at least 1")
@@ -66,62 +63,65 @@ def load(
     budget = profile.memory_budget
     if memory_budget is not None:
         budget = parse_memory_budget(memory_budget, profile.memory_bytes)
+    kind = choose_executor(executor, profile, providers)
     artifact = open_artifact(path, format)
-    half = artifact.chosen(format, preferred="onnx")
-    plan = plan_run(
+    half = artifact.chosen(format, preferred="gptq" if kind == "cpu" else "onnx")
+    max_batch_tokens = max_batch_tokens or profile.token_budget
+    threads = threads or profile.threads
+    plan = fit_sequences(
         artifact.spec,
         artifact.manifest.recipe,
         profile,
         half=half,
         context=max_model_len,
         max_sequences=max_sequences,
-        kv_dtype=_kv_dtype(kv_dtype, profile),
+        kv_dtype=_kv_dtype(kv_dtype, profile, kind),
         token_budget=max_batch_tokens,
         budget=budget,
+        executor=kind,
     )
     tokenizer = Tokenizer(artifact.tokenizer_files)
-    loaded = _open_ort(artifact, half, profile, providers, threads or profile.threads)
+    opened = (
+        _open_cpu(artifact, half, threads, plan, max_batch_tokens)
+        if kind == "cpu"
+        else _open_ort(artifact, half, profile, providers, threads)
+    )
     try:
-        loaded.allocate_kv(plan.num_pages, plan.page_size, plan.kv_dtype)
+        opened.allocate_kv(plan.num_pages, plan.page_size, plan.kv_dtype)
     except BaseException:
-        loaded.close()
+        opened.close()
         raise
     return Loaded(
-        executor=loaded,
+        executor=opened,
         tokenizer=tokenizer,
         generation_config=artifact.generation_config,
         eos_token_ids=eos_token_ids(artifact.config, artifact.generation_config, tokenizer),
         max_model_len=plan.context,
-        max_batch_tokens=max_batch_tokens or profile.token_budget,
+        max_batch_tokens=max_batch_tokens,
         max_sequences=plan.sequences,
     )
 
 
-def plan_run(
-    spec: ModelSpec, recipe: Recipe | None, profile: DeviceProfile, *, max_sequences: int, **options: Any
-) -> MemoryPlan:
-    """The plan with as many sequences at once, each with a whole context, as the budget allows: from one to
-    `max_sequences`. `options` are `devices.check_fit`'s. Raises `DoesNotFitError` when not even one fits."""
-    if max_sequences < 1:
-        raise SettingError(f"max_sequences is {max_sequences}; expected at least 1")
-    plan = check_fit(spec, recipe, profile, sequences=1, **options)
-    for sequences in range(2, max_sequences + 1):
-        larger = plan_memory(spec, recipe, profile, sequences=sequences, **options)
-        if not larger.fits:
-            break
-        plan = larger
-    return plan
+def choose_executor(asked: str, profile: DeviceProfile, providers: Sequence[str] | None) -> ExecutorKind:
+    """The executor that `asked` ("auto", "cpu", "ort") means here. "auto" is our own kernels for a CPU, where
+    this installation has them and no execution provider was asked for; else ONNX Runtime."""
+    if asked != "auto":
+        return "cpu" if asked == "cpu" else "ort"
+    on_cpu = providers is None and profile.memory_kind != "gpu" and profile.page_size == CPU_PAGE_SIZE
+    return "cpu" if on_cpu and find_spec("nybble._kernels") is not None else "ort"
 
 
-def _kv_dtype(asked: str | None, profile: DeviceProfile) -> KvDtype:
+def _kv_dtype(asked: str | None, profile: DeviceProfile, executor: ExecutorKind) -> KvDtype:
+    allowed: tuple[KvDtype, ...] = ("f32", "f16", "int8") if executor == "cpu" else ("f32", "f16")
     if asked is None:
-        # ONNX Runtime's attention has no 8-bit cache: the nearest it has is f16.
+        # The nearest that the executor has: our kernels gain nothing from f32, ONNX Runtime has no int8.
+        if executor == "cpu":
+            return "int8" if profile.kv_dtype == "int8" else "f16"
         return "f16" if profile.kv_dtype == "int8" else profile.kv_dtype
-    if asked == "f32":
-        return "f32"
-    if asked == "f16":
-        return "f16"
-    raise SettingError(f"kv_dtype is {asked!r}; expected f32 or f16")
+    for kind in allowed:
+        if asked == kind:
+            return kind
+    raise SettingError(f"kv_dtype is {asked!r}; executor {executor!r} has {', '.join(allowed)}")
 
 
 def eos_token_ids(
@@ -136,6 +136,17 @@ def eos_token_ids(
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return frozenset(ids)
+
+
+def _open_cpu(
+    artifact: Artifact, half: "Format", threads: int, plan: MemoryPlan, max_batch_tokens: int
+) -> Executor:
+    from .runtime.cpu_executor import CpuExecutor
+
+    weights = artifact.weights(half)
+    executor = CpuExecutor(weights, threads=threads, max_position=plan.context)
+    executor.reserve(max_batch_tokens, plan.sequences)
+    return executor
 
 
 def _open_ort(

@@ -26,14 +26,14 @@ struct alignas(64) Counter {
 
 void AlignedBuffer::Free::operator()(uint8_t* p) const { std::free(p); }
 
+// calloc and not memset: of a large cache only the pages that are used become resident.
 void AlignedBuffer::allocate(size_t bytes) {
-    const size_t rounded = std::max<size_t>((bytes + 4095) / 4096 * 4096, 4096);
-    data_.reset();
-    uint8_t* p = static_cast<uint8_t*>(std::aligned_alloc(4096, rounded));
-    if (p == nullptr) throw std::bad_alloc();
-    std::memset(p, 0, rounded);
-    data_.reset(p);
-    size_ = rounded;
+    constexpr size_t kAlignment = 4096;
+    allocation_.reset();
+    allocation_.reset(static_cast<uint8_t*>(std::calloc(bytes + kAlignment, 1)));
+    if (allocation_ == nullptr) throw std::bad_alloc();
+    const uintptr_t address = reinterpret_cast<uintptr_t>(allocation_.get());
+    data_ = allocation_.get() + (kAlignment - address % kAlignment) % kAlignment;
 }
 
 struct Decoder::Target {

@@ -64,20 +64,19 @@ struct StepInput {
     int rows;
 };
 
-// Zeroed memory aligned to cache lines.
+// Zeroed memory aligned to pages.
 class AlignedBuffer {
   public:
     void allocate(size_t bytes);
-    uint8_t* data() const { return data_.get(); }
-    float* floats() const { return reinterpret_cast<float*>(data_.get()); }
-    size_t size() const { return size_; }
+    uint8_t* data() const { return data_; }
+    float* floats() const { return reinterpret_cast<float*>(data_); }
 
   private:
     struct Free {
         void operator()(uint8_t* p) const;
     };
-    std::unique_ptr<uint8_t, Free> data_;
-    size_t size_ = 0;
+    std::unique_ptr<uint8_t, Free> allocation_;
+    uint8_t* data_ = nullptr;
 };
 
 class Decoder {

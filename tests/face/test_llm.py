@@ -20,9 +20,9 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_artifact: Path) -> Iterator[LLM]:
-    with LLM(tiny_artifact, threads=1) as llm:
+@pytest.fixture(scope="module", params=["cpu", "ort"])
+def llm(tiny_artifact: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(tiny_artifact, executor=request.param, threads=1) as llm:
         yield llm
 
 
@@ -38,8 +38,9 @@ def all_pages_come_back(llm: LLM) -> Iterator[None]:
     assert not llm._engine.has_work
 
 
+@pytest.mark.parametrize("executor", ["cpu", "ort"])
 @pytest.mark.parametrize("half", ["gptq", "onnx"])
-def test_scores_are_transformers_of_the_same_weights(tiny_artifact: Path, half: str) -> None:
+def test_scores_are_transformers_of_the_same_weights(tiny_artifact: Path, half: str, executor: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -53,7 +54,7 @@ def test_scores_are_transformers_of_the_same_weights(tiny_artifact: Path, half: 
         tensor = weights.tensor(name)
         array = tensor if isinstance(tensor, np.ndarray) else tensor.dequantize()
         state[name].copy_(torch.from_numpy(np.array(array)))
-    with LLM(tiny_artifact, format=half, threads=1) as llm:
+    with LLM(tiny_artifact, format=half, executor=executor, threads=1) as llm:
         score = llm.score(PROMPT * 8)
     ids = list(score.token_ids)
     with torch.no_grad():
@@ -220,11 +221,12 @@ def test_settings_of_the_wrong_kind_are_refused(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"memory_budget": "60MB"}, DoesNotFitError, "the memory budget is"),
+        ({"memory_budget": "30MB"}, DoesNotFitError, "the memory budget is"),
+        ({"memory_budget": "60MB", "executor": "ort"}, DoesNotFitError, "the memory budget is"),
         ({"max_model_len": 513}, SettingError, "513; expected 1 to 512"),
         ({"max_model_len": 0}, SettingError, "expected 1 to 512"),
         ({"executor": "gpu"}, SettingError, "executor is 'gpu'"),
-        ({"executor": "cpu"}, SettingError, "no CPU kernels"),
+        ({"executor": "ort", "kv_dtype": "int8"}, SettingError, "kv_dtype is 'int8'"),
         ({"format": "gguf"}, SettingError, "format is 'gguf'"),
         ({"kv_dtype": "int4"}, SettingError, "kv_dtype is 'int4'"),
         ({"device": "toaster"}, SettingError, "toaster"),
