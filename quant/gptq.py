@@ -1,7 +1,8 @@
 """GPTQ (https://arxiv.org/abs/2210.17323): columns are rounded one after another, and what each rounding
 changes in the layer's output is made good by the columns that are still to come."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import QuantizationError
@@ -97,19 +98,34 @@ def _quantize_columns(
             part = slice(start, start + group_size)
             found = group_scales(weight[part], diagonal[part], *settings)
             scale[start // group_size], zero[start // group_size] = found
-        for column in range(start, end):
-            row, group = weight[column], groups[column]
-            code = round_to_grid(row, scale[group], zero[group], top)
-            codes[column] = code
-            error = errors[column - start]
-            torch.sub(row, code.sub_(zero[group]).mul_(scale[group]), out=error).div_(pivots[column])
-            weight[column + 1 : end].addr_(factor[column, column + 1 : end], error, alpha=-1)
+        with one_thread():
+            for column in range(start, end):
+                row, group = weight[column], groups[column]
+                code = round_to_grid(row, scale[group], zero[group], top)
+                codes[column] = code
+                error = errors[column - start]
+                torch.sub(row, code.sub_(zero[group]).mul_(scale[group]), out=error).div_(pivots[column])
+                weight[column + 1 : end].addr_(factor[column, column + 1 : end], error, alpha=-1)
         weight[end:].addmm_(factor[start:end, end:].T, errors[: end - start], alpha=-1)
     if not static:
         return codes, scale, zero, order if recipe.act_order == "dynamic" else None
     unordered = torch.empty_like(codes)
     unordered[order] = codes
     return unordered, scale, zero, None
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """For many small operations in a row: dividing one between threads gains little, and each waits for all
+    of them, for milliseconds where another process has taken a core."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def inverse_factor(hessian: "Tensor", damp: float) -> "Tensor":
