@@ -1,15 +1,14 @@
 """GPTQ (https://arxiv.org/abs/2210.17323): columns are rounded one after another, and what each rounding
 changes in the layer's output is made good by the columns that are still to come."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import QuantizationError
 from .packing import QuantizedTensor
 from .recipe import Recipe
 from .rtn import check_finite, pack, resolved_group_size
-from .scales import all_scales, group_scales, round_to_grid
+from .scales import all_scales, group_scales, one_thread, round_to_grid
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,20 +111,6 @@ def _quantize_columns(
     unordered = torch.empty_like(codes)
     unordered[order] = codes
     return unordered, scale, zero, None
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """For many small operations in a row: dividing one between threads gains little, and each waits for all
-    of them, for milliseconds where another process has taken a core."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def inverse_factor(hessian: "Tensor", damp: float) -> "Tensor":

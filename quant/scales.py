@@ -4,6 +4,8 @@ Everything here works on transposed weights [in, out], so that the rows of one g
 step of GPTQ touches whole cache lines.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..errors import QuantizationError
@@ -17,6 +19,21 @@ CLIP_GRID = tuple(1.06 - 0.02 * i for i in range(28))
 SMALLEST_SCALE = 2.0**-24  # float16's smallest positive number
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """For many small operations in a row: dividing one between threads gains little, and each waits for all
+    of them, for milliseconds where another process has taken a core."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@one_thread()
 def group_scales(
     weight: "Tensor", importance: "Tensor | None", bits: int, symmetric: bool, clip_search: bool
 ) -> "tuple[Tensor, Tensor]":
