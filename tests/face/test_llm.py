@@ -288,18 +288,3 @@ def test_importing_brings_in_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
     assert done.stdout.strip() == "[]", done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("half", ["gptq", "onnx"])
-def test_smollm2_knows_the_capital_of_france(smollm2_int8: Path, half: str) -> None:
-    with LLM(smollm2_int8, format=half) as llm:
-        question = [{"role": "user", "content": "What is the capital of France?"}]
-        assert "Paris" in llm.chat(question, SamplingParams(max_tokens=24)).text
-
-
-@pytest.fixture(scope="session")
-def smollm2_int8(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("smollm2") / "int8"
-    nybble.quantize(smollm2_gguf, out, method="rtn", bits=8)
-    return out
