@@ -25,6 +25,7 @@ $(SETUP): $(INPUTS)
 	touch $@
 
 $(ARTIFACT)/nybble.json: | $(SETUP)
+	mkdir -p $(dir $(ARTIFACT))
 	$(BIN)/nybble quantize smollm2 --output $(ARTIFACT) --bits 4 --group-size 64
 
 demo: $(SETUP) $(ARTIFACT)/nybble.json
