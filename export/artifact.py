@@ -19,6 +19,7 @@ MAX_TOKENIZER_BYTES = 128 << 20
 CONFIGS = ("config.json", "generation_config.json")
 QUANTIZE_CONFIG = "quantize_config.json"
 ONNX_FOLDER = "onnx"
+CACHE_FOLDER = "cache"  # what executors keep beside the artifact's files; not part of it
 ONNX_GRAPH = f"{ONNX_FOLDER}/decoder.onnx"
 
 

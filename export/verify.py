@@ -6,7 +6,7 @@ import numpy as np
 
 from ..errors import ModelFormatError
 from ..quant.packing import QuantizedTensor, from_gptq, to_gptq
-from .artifact import artifact_folder, check_size, open_artifact, present_formats
+from .artifact import CACHE_FOLDER, artifact_folder, check_size, open_artifact, present_formats
 from .artifact_writer import Report
 from .gptq_reader import GptqWeights
 from .manifest import FORMATS, MANIFEST_NAME, read_manifest
@@ -16,7 +16,8 @@ from .weights import LogicalTensor
 
 def verify_files(path: str | Path, progress: Report | None = None) -> list[str]:
     """Compares every file with the manifest: one line for each that is missing, has another size or content,
-    or is not listed. An empty list means that all is well; a half that was deleted is well.
+    or is not listed. An empty list means that all is well; a half that was deleted is well. What executors
+    keep in the folder `cache` is not part of an artifact.
 
     Raises `ModelFormatError` where there is no artifact or no readable manifest.
     """
@@ -44,7 +45,8 @@ def verify_files(path: str | Path, progress: Report | None = None) -> list[str]:
             progress("checksums", done, total)
     for file in sorted(p for p in folder.rglob("*") if not p.is_dir()):
         name = file.relative_to(folder).as_posix()
-        if name not in manifest.files and name != MANIFEST_NAME:
+        listed = name in manifest.files or name == MANIFEST_NAME
+        if not listed and not name.startswith(f"{CACHE_FOLDER}/"):
             problems.append(f"{file}: is not listed in {MANIFEST_NAME}")
     return problems
 

@@ -1,7 +1,7 @@
 """`CpuExecutor`: the decoder in C++ kernels, one call a step. A row's logits depend on its sequence's tokens,
 the weights and the KV type, and on nothing else: not the batch, the chunks, the threads or the pages."""
 
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 from ..errors import ExecutorError, MissingDependencyError, SettingError, UnsupportedModelError
 from ..export.weights import LogicalWeights
 from ..models.spec import ModelSpec
-from ..quant.packing import QuantizedTensor
 from .batch import Batch
 from .executor import KvDtype, KvLayout
-from .packed_weights import PackedLinear, pack
+from .packed_weights import SYMMETRIC, FreshlyPacked, PackedLinear, PackedSource
 
 PAGE_SIZE = 16
 KV_TYPES: dict[KvDtype, int] = {"f32": 0, "f16": 1, "int8": 2}
@@ -37,6 +36,18 @@ class CpuExecutor:
         """`threads` counts the calling one. `max_position` is the longest context that will be used, in
         tokens, the model's by default. `isa` forces a set of kernels ("avx512vnni", "avx2", "scalar", ...);
         by default the best this CPU has."""
+        self._start(FreshlyPacked(weights), threads, max_position, isa)
+
+    @classmethod
+    def from_packed(
+        cls, source: PackedSource, *, threads: int, max_position: int | None = None, isa: str = ""
+    ) -> Self:
+        """The same over weights that are packed already, which are kept and not copied."""
+        executor = cls.__new__(cls)
+        executor._start(source, threads, max_position, isa)
+        return executor
+
+    def _start(self, source: PackedSource, threads: int, max_position: int | None, isa: str) -> None:
         try:
             from .. import _kernels
         except ImportError:
@@ -44,42 +55,41 @@ class CpuExecutor:
                 "executor 'cpu' needs the C++ kernels, which this installation was built without; "
                 "reinstall nybble where a C++ compiler is found, or use executor 'ort'"
             ) from None
-        self._spec = weights.spec
+        self._spec = source.spec
         self._layout: KvLayout | None = None
         try:
-            builder = _kernels.DecoderBuilder(_config(weights.spec, max_position))
-            self._load(builder, weights)
+            builder = _kernels.DecoderBuilder(_config(source.spec, max_position))
+            self._load(builder, source)
             self._decoder: Any = _kernels.Decoder(builder, threads, isa)
         except ValueError as error:
             raise SettingError(str(error)) from None
         self._logits = np.empty((1, self._decoder.logit_stride), np.float32)
 
-    def _load(self, builder: Any, weights: LogicalWeights) -> None:
+    def _load(self, builder: Any, source: PackedSource) -> None:
         spec = self._spec
-        # First, while little else is held: repacking these takes most memory.
-        embedding = _ends(weights, spec.embedding_name)
-        head = embedding if spec.tied_embeddings else _ends(weights, spec.head_name)
+        # First, while little else is held: packing these takes most memory.
+        embedding = _ends(source, spec.embedding_name)
+        head = embedding if spec.tied_embeddings else _ends(source, spec.head_name)
         builder.set_ends(
-            _floats(weights, spec.final_norm_name),
+            source.vector(spec.final_norm_name),
             embedding.tiles, embedding.slices_per_group, head.tiles, head.slices_per_group,
         )  # fmt: skip
         for layer in range(spec.num_layers):
             for index, linear in enumerate(spec.linears(layer)):
-                tensor = _quantized(weights, linear.name)
-                packed = pack(tensor)
-                bias = _floats(weights, linear.bias_name) if linear.bias else None
+                packed = source.linear(linear.name)
+                bias = source.vector(linear.bias_name) if linear.bias else None
                 builder.set_linear(
                     layer, index, packed.tiles, packed.bits, packed.kind, packed.slices_per_group, bias,
-                    tensor.permutation,
+                    packed.permutation,
                 )  # fmt: skip
             prefix = spec.layer_prefix(layer)
             q, k = (
-                _floats(weights, f"{prefix}self_attn.{x}_norm.weight") if spec.qk_norm else None for x in "qk"
+                source.vector(f"{prefix}self_attn.{x}_norm.weight") if spec.qk_norm else None for x in "qk"
             )
             builder.set_norms(
                 layer,
-                _floats(weights, prefix + "input_layernorm.weight"),
-                _floats(weights, prefix + "post_attention_layernorm.weight"),
+                source.vector(prefix + "input_layernorm.weight"),
+                source.vector(prefix + "post_attention_layernorm.weight"),
                 q,
                 k,
             )
@@ -187,27 +197,21 @@ def _config(spec: ModelSpec, max_position: int | None) -> dict[str, Any]:
     }
 
 
-def _quantized(weights: LogicalWeights, name: str) -> QuantizedTensor:
-    tensor = weights.tensor(name)
-    if not isinstance(tensor, QuantizedTensor):
-        raise UnsupportedModelError(
-            f"tensor {name} is not quantized; executor 'cpu' runs quantized models only"
-        )
-    return tensor
-
-
-def _floats(weights: LogicalWeights, name: str) -> NDArray[np.float32]:
-    tensor = weights.tensor(name)
-    assert not isinstance(tensor, QuantizedTensor)
-    return np.ascontiguousarray(tensor, np.float32)
-
-
-def _ends(weights: LogicalWeights, name: str) -> PackedLinear:
+def _ends(source: PackedSource, name: str) -> PackedLinear:
     """The embedding or the head: 8 bits, symmetric."""
-    tensor = _quantized(weights, name)
-    if tensor.bits != 8 or tensor.zeros is not None or tensor.permutation is not None:
+    packed = source.linear(name)
+    if packed.bits != 8 or packed.kind != SYMMETRIC or packed.permutation is not None:
         raise UnsupportedModelError(f"tensor {name} is not 8-bit symmetric, as embedding and head are")
-    return pack(tensor)
+    return packed
+
+
+def _check_ids(name: str, ids: Any) -> None:
+    if (
+        not isinstance(ids, np.ndarray)
+        or (ids.dtype, ids.ndim) != (np.int32, 1)
+        or not ids.flags.c_contiguous
+    ):
+        raise ExecutorError(f"{name} is no contiguous int32 array of one dimension")
 
 
 def _contract_error(batch: Batch, error: Exception) -> str:

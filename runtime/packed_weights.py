@@ -1,16 +1,23 @@
 """Weights as the CPU kernels read them: tiles of 16 output rows by 32 inputs (`kernels/layout.h`)."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import UnsupportedModelError
+from ..export.weights import LogicalWeights
+from ..models.spec import ModelSpec
 from ..quant.packing import QuantizedTensor, unpack_rows
 
+# Raised whenever the same weights would become other bytes: files of packed weights are then made again.
+LAYOUT_VERSION = 1
 TILE_ROWS = 16
 SLICE = 32
 TILES_AT_ONCE = 256  # what is unpacked together: at most a few megabytes
 SYMMETRIC, ZERO_POINT = 0, 1
+HEADER_BYTES = {SYMMETRIC: TILE_ROWS * 2, ZERO_POINT: TILE_ROWS * 3}  # of each group of a tile, by kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,25 +30,85 @@ class PackedLinear:
     bits: int
     kind: int
     slices_per_group: int
+    permutation: NDArray[np.int32] | None = None  # stored column j is the input's column permutation[j]
+
+
+class PackedSource(Protocol):
+    """A model's tensors by their Hugging Face names, as the kernels read them."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def linear(self, name: str) -> PackedLinear: ...
+
+    def vector(self, name: str) -> NDArray[np.float32]: ...
+
+
+class FreshlyPacked:
+    """`PackedSource` over logical weights: each tensor is read and packed when it is asked for, and none is
+    kept."""
+
+    def __init__(self, weights: LogicalWeights) -> None:
+        self._weights = weights
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._weights.spec
+
+    def linear(self, name: str) -> PackedLinear:
+        """Raises `UnsupportedModelError` for a tensor that is not quantized."""
+        tensor = self._weights.tensor(name)
+        if not isinstance(tensor, QuantizedTensor):
+            raise UnsupportedModelError(
+                f"tensor {name} is not quantized; executor 'cpu' runs quantized models only"
+            )
+        return pack(tensor)
+
+    def vector(self, name: str) -> NDArray[np.float32]:
+        """A norm's weight or a bias, [n] float32."""
+        tensor = self._weights.tensor(name)
+        assert not isinstance(tensor, QuantizedTensor)
+        return np.ascontiguousarray(tensor, np.float32)
+
+
+def tiles_bytes(rows: int, columns: int, bits: int, kind: int, slices_per_group: int) -> int:
+    """Bytes of one linear layer's tiles."""
+    slices = -(-columns // SLICE)
+    groups = -(-slices // slices_per_group)
+    tile = groups * HEADER_BYTES[kind] + slices * (TILE_ROWS * SLICE * bits // 8)
+    return -(-rows // TILE_ROWS) * tile
 
 
 def pack(tensor: QuantizedTensor) -> PackedLinear:
     """Repacks a quantized weight, some rows at a time. Rows are padded to whole tiles with zero weights,
-    inputs to whole slices. A permutation stays with the caller: the tiles hold columns in stored order."""
+    inputs to whole slices.
+
+    A tensor has one packed form, whichever half of an artifact it was read from: columns of a group ascend,
+    which the halves keep or not, and zero points that are all in the middle are left out.
+    """
     rows, columns, bits = tensor.out_features, tensor.in_features, tensor.bits
     tiles, slices = -(-rows // TILE_ROWS), -(-columns // SLICE)
+    if tensor.group_size < columns and tensor.group_size % SLICE:
+        raise UnsupportedModelError(
+            f"group size {tensor.group_size}: executor 'cpu' has groups of a multiple of {SLICE} inputs"
+        )
     per_group = slices if tensor.group_size >= columns else tensor.group_size // SLICE
-    kind = SYMMETRIC if tensor.zeros is None else ZERO_POINT
-    header_bytes = TILE_ROWS * (2 if tensor.zeros is None else 3)
+    order, permutation = _column_order(tensor)
+    zeros = tensor.zeros
+    if zeros is not None and (zeros == 1 << (bits - 1)).all():
+        zeros = None
+    kind = SYMMETRIC if zeros is None else ZERO_POINT
+    header_bytes = HEADER_BYTES[kind]
     slice_bytes = TILE_ROWS * SLICE * bits // 8
     packed = np.empty((tiles, tensor.groups * header_bytes + slices * slice_bytes), np.uint8)
     for first in range(0, tiles, TILES_AT_ONCE):
         part = packed[first : first + TILES_AT_ONCE]
         begin, end = first * TILE_ROWS, (first + len(part)) * TILE_ROWS
-        body = _slices(unpack_rows(tensor.packed[begin:end], bits, columns), len(part), slices, bits)
+        codes = unpack_rows(tensor.packed[begin:end], bits, columns)
+        body = _slices(codes if order is None else codes[:, order], len(part), slices, bits)
         headers = _lanes(tensor.scales[begin:end], len(part))
-        if tensor.zeros is not None:
-            headers = np.concatenate([headers, _lanes(tensor.zeros[begin:end], len(part))], axis=2)
+        if zeros is not None:
+            headers = np.concatenate([headers, _lanes(zeros[begin:end], len(part))], axis=2)
         at = 0
         for group in range(tensor.groups):
             part[:, at : at + header_bytes] = headers[:, group]
@@ -49,7 +116,19 @@ def pack(tensor: QuantizedTensor) -> PackedLinear:
             values = body[:, group * per_group : (group + 1) * per_group].reshape(len(part), -1)
             part[:, at : at + values.shape[1]] = values
             at += values.shape[1]
-    return PackedLinear(packed.reshape(-1), rows, columns, bits, kind, per_group)
+    return PackedLinear(packed.reshape(-1), rows, columns, bits, kind, per_group, permutation)
+
+
+def _column_order(tensor: QuantizedTensor) -> tuple[NDArray[np.intp] | None, NDArray[np.int32] | None]:
+    """How stored columns are packed, and the permutation that they then have; None is as they are."""
+    if tensor.permutation is None:
+        return None, None
+    group = np.arange(tensor.in_features) // tensor.group_size
+    order = np.lexsort((tensor.permutation, group))
+    permutation = tensor.permutation[order]
+    if np.array_equal(permutation, np.arange(tensor.in_features)):
+        return order, None
+    return order, np.ascontiguousarray(permutation, np.int32)
 
 
 def _slices(codes: NDArray[np.uint8], tiles: int, slices: int, bits: int) -> NDArray[np.uint8]:

@@ -33,6 +33,8 @@ class LLM:
     - `max_model_len`: the context in tokens. `max_batch_tokens`: most new tokens of one step.
     - `max_sequences`: the most requests that run at once, fewer where memory allows fewer. `kv_dtype`:
       "f32", "f16", or on our kernels "int8".
+    - `cache`: whether our kernels keep the weights as they read them in a file, in the artifact's folder
+      `cache` or else the user's cache folder, and map that file from then on.
 
     What is not given comes from the device. Raises `ModelFormatError` for a path that is no sound artifact,
     `DoesNotFitError` with the numbers before loading what is too large, `SettingError` for settings.
@@ -53,6 +55,7 @@ class LLM:
         max_batch_tokens: int | None = None,
         max_sequences: int = 16,
         kv_dtype: str | None = None,
+        cache: bool = True,
     ) -> None:
         loaded = load(
             path,
@@ -66,6 +69,7 @@ class LLM:
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
             kv_dtype=kv_dtype,
+            cache=cache,
         )
         self._start(loaded)
 

@@ -3,6 +3,7 @@ loaded."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,7 @@ def load(
     max_batch_tokens: int | None,
     max_sequences: int,
     kv_dtype: str | None,
+    cache: bool,
 ) -> Loaded:
     """Opens an artifact for `LLM`, whose parameters these are."""
     if executor not in ("auto", "cpu", "ort"):
@@ -82,7 +84,7 @@ def load(
     )
     tokenizer = Tokenizer(artifact.tokenizer_files)
     opened = (
-        _open_cpu(artifact, half, threads, plan, max_batch_tokens)
+        _open_cpu(artifact, half, threads, plan, max_batch_tokens, cache)
         if kind == "cpu"
         else _open_ort(artifact, half, profile, providers, threads)
     )
@@ -139,12 +141,19 @@ def eos_token_ids(
 
 
 def _open_cpu(
-    artifact: Artifact, half: "Format", threads: int, plan: MemoryPlan, max_batch_tokens: int
+    artifact: Artifact, half: "Format", threads: int, plan: MemoryPlan, max_batch_tokens: int, cache: bool
 ) -> Executor:
     from .runtime.cpu_executor import CpuExecutor
+    from .runtime.packed_cache import load_packed
+    from .runtime.packed_weights import FreshlyPacked
 
-    weights = artifact.weights(half)
-    executor = CpuExecutor(weights, threads=threads, max_position=plan.context)
+    weights = partial(artifact.weights, half)
+    packed = (
+        load_packed(artifact.folder, artifact.digest, artifact.spec, weights)
+        if cache
+        else FreshlyPacked(weights())
+    )
+    executor = CpuExecutor.from_packed(packed, threads=threads, max_position=plan.context)
     executor.reserve(max_batch_tokens, plan.sequences)
     return executor
 

@@ -31,18 +31,20 @@ class Verification:
 
 def verify(path: str | Path, *, threads: int | None = None, progress: Report | None = None) -> Verification:
     """Checks every file against the manifest; that the integers, scales and zero points of both halves are
-    equal; and that the logits of both halves, with activations in float32, agree on prose to a mean KL
-    divergence under 1e-4.
+    equal; that the logits of both halves, with activations in float32, agree on prose to a mean KL divergence
+    under 1e-4; and that packed weights that are kept are those of the artifact.
 
     Raises `ModelFormatError` with the first thing that is wrong.
     """
     from .export import open_artifact, verify_files, verify_integers
+    from .runtime.packed_cache import check_packed
 
     problems = verify_files(path, progress)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ModelFormatError(problems[0] + more)
     artifact = open_artifact(path)
+    check_packed(artifact.folder, artifact.digest, artifact.spec, artifact.weights())
     files = len(artifact.manifest.files)
     if len(artifact.formats) < 2:
         return Verification(files, None, None, None)

@@ -137,6 +137,16 @@ def test_truncated_missing_and_added_files_are_found(copy: Path) -> None:
         open_artifact(copy, "onnx")
 
 
+def test_what_executors_keep_in_the_folder_cache_is_no_part_of_it(rtn_model: Make, copy: Path) -> None:
+    (copy / "cache").mkdir()
+    (copy / "cache/packed.bin").write_bytes(b"weights")
+    assert verify_files(copy) == []
+    (copy / "cached").write_bytes(b"")
+    assert [str(copy / "cached")] == [line.split(":")[0] for line in verify_files(copy)]
+    write_artifact(rtn_model(), copy, overwrite=True)
+    assert not (copy / "cache").exists()
+
+
 def test_opening_one_half_does_not_look_at_the_other(copy: Path) -> None:
     weights = copy / "model.safetensors"
     os.truncate(weights, weights.stat().st_size - 1)

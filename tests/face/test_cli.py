@@ -1,8 +1,11 @@
 """The commands, on a tiny model."""
 
 import json
+import shutil
+import struct
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,11 +48,51 @@ def test_quantize_writes_both_halves(tiny_artifact: Path) -> None:
 def test_run_answers_from_both_halves_alike(nybble: Nybble, tiny_artifact: Path) -> None:
     answers = []
     for half in ("gptq", "onnx"):
-        result = nybble("run", tiny_artifact, "Say something.", "--max-tokens", "8", "--format", half)
+        options = ("--max-tokens", "8", "--format", half, "--no-cache")
+        result = nybble("run", tiny_artifact, "Say something.", *options)
         assert result.code == 0, result.err
         answers.append(result.out)
     assert answers[0].strip()
     assert answers[0] == answers[1]
+
+
+def test_packed_weights_are_kept_unless_told_not_to(
+    nybble: Nybble, tiny_artifact: Path, tmp_path: Path
+) -> None:
+    artifact = Path(shutil.copytree(tiny_artifact, tmp_path / "a", ignore=shutil.ignore_patterns("cache")))
+    run = ("run", artifact, "Say something.", "--max-tokens", "8", "--executor", "cpu")
+    answers = [nybble(*run, "--no-cache")]
+    assert not (artifact / "cache").exists()
+    answers.append(nybble(*run))
+    assert (artifact / "cache/packed.bin").is_file()
+    # Sizes stay, so that only who reads the weights can notice; a warm start does not, from either half.
+    for name in ("model.safetensors", "onnx/weights.bin"):
+        (artifact / name).write_bytes(bytes((artifact / name).stat().st_size))
+    answers += [nybble(*run, "--format", half) for half in ("gptq", "onnx")]
+    assert [answer.code for answer in answers] == [0, 0, 0, 0]
+    assert len({answer.out for answer in answers}) == 1
+
+
+def test_verify_passes_with_packed_weights_and_finds_those_of_another_model(
+    nybble: Nybble, tiny_artifact: Path, tmp_path: Path
+) -> None:
+    artifact = Path(shutil.copytree(tiny_artifact, tmp_path / "a", ignore=shutil.ignore_patterns("cache")))
+    assert nybble("run", artifact, "Say something.", "--max-tokens", "2", "--executor", "cpu").code == 0
+    file = artifact / "cache/packed.bin"
+    assert nybble("verify", artifact).code == 0
+    content = bytearray(file.read_bytes())
+    offset, size = struct.unpack_from("=QI", content, 48)
+    table = json.loads(content[offset : offset + size])
+    section = table["sections"][1]
+    content[section["offset"]] ^= 1
+    section["crc32"] = zlib.crc32(content[section["offset"] : section["offset"] + section["size"]])
+    encoded = json.dumps(table, separators=(",", ":")).encode()
+    head = content[:48] + struct.pack("=QII", offset, len(encoded), zlib.crc32(encoded))
+    start = head + struct.pack("=I", zlib.crc32(head))
+    file.write_bytes(start + content[len(start) : offset] + encoded)
+    result = nybble("verify", artifact)
+    assert result.code == 1
+    assert "packed.bin: model.layers.0" in result.error
 
 
 def test_run_shows_statistics(nybble: Nybble, tiny_artifact: Path) -> None:

@@ -54,7 +54,7 @@ def test_scores_are_transformers_of_the_same_weights(tiny_artifact: Path, half: 
         tensor = weights.tensor(name)
         array = tensor if isinstance(tensor, np.ndarray) else tensor.dequantize()
         state[name].copy_(torch.from_numpy(np.array(array)))
-    with LLM(tiny_artifact, format=half, executor=executor, threads=1) as llm:
+    with LLM(tiny_artifact, format=half, executor=executor, threads=1, cache=False) as llm:
         score = llm.score(PROMPT * 8)
     ids = list(score.token_ids)
     with torch.no_grad():

@@ -51,6 +51,7 @@ LOADING = (
         "--memory-budget", help='Such as "600MB", or a share such as 0.5 [default: from the device].'
     ),
     click.option("--max-model-len", type=int, help="Context in tokens [default: from the device]."),
+    click.option("--no-cache", is_flag=True, help="Neither read nor keep a file of packed weights."),
 )
 
 
@@ -90,4 +91,5 @@ def load(artifact: Path, settings: dict[str, Any]) -> "LLM":
         threads=settings.pop("threads"),
         memory_budget=settings.pop("memory_budget"),
         max_model_len=settings.pop("max_model_len"),
+        cache=not settings.pop("no_cache"),
     )

@@ -1,0 +1,147 @@
+"""Packed weights kept in a file, so that the next start maps them instead of packing again.
+
+One file an artifact, for both halves. It lies in the artifact's `cache/` or, where that cannot be written, in
+the user's cache folder (`$XDG_CACHE_HOME/nybble`, by default `~/.cache/nybble`) under the artifact's digest.
+`packed_file.py` is the format. A file is replaced and never written in place, so what is mapped does not
+change.
+"""
+
+import fcntl
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from ..errors import ModelFormatError
+from ..export.artifact import CACHE_FOLDER
+from ..export.weights import LogicalWeights
+from ..models.spec import ModelSpec
+from .packed_file import MappedWeights, UnusableFile, file_parts, read_packed, same_part, write_packed
+from .packed_weights import FreshlyPacked, PackedSource
+
+FILE_NAME = "packed.bin"
+
+log = logging.getLogger("nybble")
+
+
+def load_packed(
+    folder: Path, digest: str, spec: ModelSpec, weights: Callable[[], LogicalWeights]
+) -> PackedSource:
+    """An artifact's packed weights: mapped from its cache file, which is made first where none can be used;
+    where none can be written either, packed as they are asked for.
+
+    `digest` is the artifact's, in hexadecimal. `weights` opens its tensors, and is called only to pack.
+    Raises what reading those raises; whatever is wrong with a cache file is one line in the log.
+    """
+    files = cache_files(folder, digest)
+    for file in files:
+        try:
+            return open_packed(file, spec, digest)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            log.info("%s: is not used: %s", file, error.strerror)
+        except UnusableFile as error:
+            log.log(error.level, "%s: is not used: %s", file, error)
+    source = FreshlyPacked(weights())
+    for file in files:
+        try:
+            if file.parent.parent != folder:
+                file.parent.parent.mkdir(parents=True, exist_ok=True)
+            return build_packed(file, source, digest)
+        except OSError as error:
+            log.info("%s: packed weights cannot be kept: %s", file, error.strerror)
+        except UnusableFile as error:
+            log.warning("%s: packed weights cannot be kept: %s", file, error)
+    return source
+
+
+def check_packed(folder: Path, digest: str, spec: ModelSpec, weights: LogicalWeights) -> None:
+    """Compares the cache files that a start would use with the artifact's tensors: a CRC-32 finds damage, and
+    not a file that was made of other weights. Raises `ModelFormatError` naming the first tensor that differs.
+    """
+    expected = FreshlyPacked(weights)
+    for file in cache_files(folder, digest):
+        try:
+            found = open_packed(file, spec, digest)
+        except (OSError, UnusableFile):
+            continue
+        for name, shape in spec.tensors().items():
+            one, other = (list(file_parts(x, name, len(shape) == 2)) for x in (found, expected))
+            if len(one) != len(other) or not all(map(same_part, one, other)):
+                raise ModelFormatError(f"{file}: {name} is not the artifact's; delete this file")
+
+
+def cache_files(folder: Path, digest: str) -> tuple[Path, ...]:
+    """Where an artifact's packed weights are looked for and kept, best first."""
+    files = [folder / CACHE_FOLDER / FILE_NAME]
+    user = os.environ.get("XDG_CACHE_HOME", "")
+    user = user if os.path.isabs(user) else os.path.expanduser("~/.cache")
+    if os.path.isabs(user):  # there may be no home
+        files.append(Path(user, "nybble", f"{digest}-{FILE_NAME}"))
+    return tuple(files)
+
+
+def open_packed(file: Path, spec: ModelSpec, digest: str) -> MappedWeights:
+    """The weights in a cache file, all of it checked. Raises `OSError`, and `UnusableFile` for a file that is
+    damaged, of another artifact or of another version."""
+    # Opening a pipe that someone put there must not wait for a writer.
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return read_packed(descriptor, spec, digest)
+    finally:
+        os.close(descriptor)
+
+
+def build_packed(file: Path, source: PackedSource, digest: str) -> MappedWeights:
+    """Writes a cache file, tensor by tensor, and maps it. It appears whole or not at all; of several writers
+    the last one's stays. Raises `OSError` where it cannot be written, and what the source raises."""
+    if file.parent.is_symlink():  # an artifact made elsewhere must not choose where to write
+        raise OSError(0, f"{file.parent} is a symbolic link")
+    file.parent.mkdir(exist_ok=True)
+    _remove_abandoned(file)
+    temporary, descriptor = _new_sibling(file)
+    try:
+        with open(descriptor, "w+b") as output:
+            write_packed(output, source, digest)
+            output.flush()
+            os.fsync(output.fileno())
+            os.replace(temporary, file)
+            _sync_folder(file.parent)
+            return read_packed(output.fileno(), source.spec, digest)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _new_sibling(file: Path) -> tuple[Path, int]:
+    """A new file beside `file`, locked as long as it is open."""
+    number = 0
+    while True:
+        path = file.with_name(f".{file.name}.nybble-tmp-{os.getpid()}-{number}")
+        with suppress(FileExistsError):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return path, descriptor
+        number += 1
+
+
+def _remove_abandoned(file: Path) -> None:
+    """Removes what killed writers left beside `file`: their locks went with them."""
+    for path in file.parent.glob(f".{file.name}.nybble-tmp-*"):
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,268 @@
+"""The file of packed weights, to be mapped: its format, how it is written and read.
+
+```
+preamble   72 bytes: magic "NYBPACK\0", u32 format version, u32 layout version, 32 bytes artifact digest,
+           u64 offset and u32 size of the table, u32 CRC-32 of the table, u32 CRC-32 of the bytes before it
+sections   from byte 4096: embedding, final norm and head; then a section for each layer
+table      JSON, to the end of the file: {"sections": [...]}, in the file's order
+```
+
+A section begins at a multiple of 4096 and is filled up to the next one with zeros; its tensors begin at
+multiples of 64. In the table it is `{"offset", "size", "crc32", "tensors"}`, where `tensors` gives `offset`
+and `size` of each tensor by name, counted from the file's start. A linear layer also has `rows`, `columns`,
+`bits`, `kind` and `slices_per_group` (`kernels/layout.h`); `NAME.permutation` is int32, norms and biases are
+float32. All numbers are in the machine's own byte order; on a machine of the other, no CRC-32 fits.
+
+Nothing in a file is believed: from each linear layer's bits, kind and group the whole table is computed
+again, and must equal the one in the file; then every section's CRC-32 is checked, before any of it is used.
+"""
+
+import json
+import logging
+import mmap
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ModelFormatError
+from ..models.config_reader import parse_json_object
+from ..models.spec import ModelSpec
+from .packed_weights import HEADER_BYTES, LAYOUT_VERSION, SLICE, PackedLinear, PackedSource, tiles_bytes
+
+MAGIC = b"NYBPACK\0"
+FORMAT_VERSION = 1
+PAGE, ALIGNMENT = 4096, 64
+MAX_TABLE_BYTES = 64 << 20
+
+# An array in the file: its name, and what the table says of it besides its place.
+Part = tuple[str, NDArray[Any], dict[str, int]]
+
+
+class Preamble(NamedTuple):
+    """The first bytes of a file, but for their own CRC-32."""
+
+    magic: bytes
+    format_version: int
+    layout_version: int
+    digest: bytes
+    table_offset: int
+    table_bytes: int
+    table_crc: int
+
+
+_PREAMBLE = struct.Struct("=8sII32sQII")
+_CRC = struct.Struct("=I")
+
+
+class UnusableFile(Exception):
+    """Why a file is not used, and the level that is logged with."""
+
+    def __init__(self, reason: str, level: int = logging.WARNING) -> None:
+        super().__init__(reason)
+        self.level = level
+
+
+class MappedWeights:
+    """`PackedSource` over a file that has been checked; the arrays are read-only and keep it mapped."""
+
+    def __init__(
+        self, spec: ModelSpec, linears: dict[str, PackedLinear], vectors: dict[str, NDArray[np.float32]]
+    ) -> None:
+        self._spec, self._linears, self._vectors = spec, linears, vectors
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    def linear(self, name: str) -> PackedLinear:
+        return self._linears[name]
+
+    def vector(self, name: str) -> NDArray[np.float32]:
+        return self._vectors[name]
+
+
+def sections_of(spec: ModelSpec) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Name to shape of the tensors of each section."""
+    layers = [spec.layer_tensors(layer) for layer in range(spec.num_layers)]
+    in_layers = {name for layer in layers for name in layer}
+    yield {name: shape for name, shape in spec.tensors().items() if name not in in_layers}
+    yield from layers
+
+
+def write_packed(output: BinaryIO, source: PackedSource, digest: str) -> None:
+    sections, at = [], PAGE
+    output.seek(at)
+    for shapes in sections_of(source.spec):
+        start, crc, tensors = at, 0, {}
+        for name, shape in shapes.items():
+            for part, array, form in file_parts(source, name, len(shape) == 2):
+                data = array.data.cast("B")
+                for piece in (bytes(-at % ALIGNMENT), data):
+                    output.write(piece)
+                    crc = zlib.crc32(piece, crc)
+                    at += len(piece)
+                tensors[part] = {"offset": at - len(data), "size": len(data), **form}
+        padding = bytes(-at % PAGE)
+        output.write(padding)
+        at += len(padding)
+        crc = zlib.crc32(padding, crc)
+        sections.append({"offset": start, "size": at - start, "crc32": crc, "tensors": tensors})
+    table = json.dumps({"sections": sections}, separators=(",", ":")).encode()
+    output.write(table)
+    # The preamble comes last: a file without it is none.
+    preamble = _PREAMBLE.pack(
+        *Preamble(
+            MAGIC, FORMAT_VERSION, LAYOUT_VERSION, bytes.fromhex(digest), at, len(table), zlib.crc32(table)
+        )
+    )
+    output.seek(0)
+    output.write(preamble + _CRC.pack(zlib.crc32(preamble)))
+
+
+def file_parts(source: PackedSource, name: str, linear: bool) -> Iterator[Part]:
+    """What a tensor is in the file."""
+    if not linear:
+        yield name, source.vector(name), {}
+        return
+    packed = source.linear(name)
+    yield (
+        name,
+        packed.tiles,
+        _form(packed.rows, packed.columns, packed.bits, packed.kind, packed.slices_per_group),
+    )
+    if packed.permutation is not None:
+        yield f"{name}.permutation", np.ascontiguousarray(packed.permutation, np.int32), {}
+
+
+def same_part(one: Part, other: Part) -> bool:
+    return one[2] == other[2] and np.array_equal(one[1], other[1])
+
+
+def _form(rows: int, columns: int, bits: int, kind: int, slices_per_group: int) -> dict[str, int]:
+    return {
+        "rows": rows,
+        "columns": columns,
+        "bits": bits,
+        "kind": kind,
+        "slices_per_group": slices_per_group,
+    }
+
+
+def read_packed(descriptor: int, spec: ModelSpec, digest: str) -> MappedWeights:
+    """The checked weights of an open file."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise UnusableFile("it is not a regular file")
+    preamble = _checked_preamble(os.pread(descriptor, _PREAMBLE.size + _CRC.size, 0), digest)
+    end = preamble.table_offset + preamble.table_bytes
+    if end != status.st_size or preamble.table_offset % PAGE or preamble.table_bytes > MAX_TABLE_BYTES:
+        raise UnusableFile(f"it has {status.st_size} bytes; its preamble says {end}")
+    mapped = mmap.mmap(descriptor, end, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    content = np.frombuffer(mapped, np.uint8)
+    raw = content[preamble.table_offset :].tobytes()
+    if zlib.crc32(raw) != preamble.table_crc:
+        raise UnusableFile("the CRC-32 of its table differs")
+    try:
+        sections = parse_json_object(raw, "table")["sections"]
+        expected = _expected_sections(spec, sections, preamble.table_offset)
+    except (ModelFormatError, KeyError, TypeError, IndexError) as error:
+        raise UnusableFile(f"its table is damaged: {error}") from None
+    if sections != expected:
+        raise UnusableFile("its table is not that of this model")
+    linears, vectors = {}, {}
+    for number, (shapes, section) in enumerate(zip(sections_of(spec), expected, strict=True)):
+        if zlib.crc32(_view(content, section).data) != section["crc32"]:
+            raise UnusableFile(f"the CRC-32 of section {number} differs")
+        tensors = section["tensors"]
+        for name, shape in shapes.items():
+            if len(shape) == 2:
+                linears[name] = _linear(content, name, tensors)
+            else:
+                vectors[name] = _view(content, tensors[name]).view(np.float32)
+    return MappedWeights(spec, linears, vectors)
+
+
+def _checked_preamble(raw: bytes, digest: str) -> Preamble:
+    if len(raw) < _PREAMBLE.size + _CRC.size or not raw.startswith(MAGIC):
+        raise UnusableFile("it is no file of packed weights")
+    head = raw[: _PREAMBLE.size]
+    if zlib.crc32(head) != _CRC.unpack_from(raw, _PREAMBLE.size)[0]:
+        raise UnusableFile("the CRC-32 of its preamble differs")
+    preamble = Preamble(*_PREAMBLE.unpack(head))
+    for what, found, expected in (
+        ("format", preamble.format_version, FORMAT_VERSION),
+        ("layout", preamble.layout_version, LAYOUT_VERSION),
+        ("artifact", preamble.digest.hex(), digest),
+    ):
+        if found != expected:
+            raise UnusableFile(f"its {what} is {found}; expected {expected}", logging.INFO)
+    return preamble
+
+
+def _expected_sections(spec: ModelSpec, found: Any, end: int) -> list[dict[str, Any]]:
+    """The table as this model and the forms of the linear layers in `found` make it; of `found`, a form and a
+    CRC-32 are all that is taken over."""
+    sections, at = [], PAGE
+    for number, shapes in enumerate(sections_of(spec)):
+        start, tensors = at, {}
+        for name, shape in shapes.items():
+            entries = found[number]["tensors"]
+            parts: list[tuple[str, int, dict[str, int]]] = [(name, 4 * shape[0], {})]
+            if len(shape) == 2:
+                form = _form(
+                    *shape, *(_number(entries[name], key) for key in ("bits", "kind", "slices_per_group"))
+                )
+                _check_form(name, form)
+                parts = [(name, tiles_bytes(**form), form)]
+                if f"{name}.permutation" in entries:
+                    parts.append((f"{name}.permutation", 4 * shape[1], {}))
+            for part, size, about in parts:
+                at += -at % ALIGNMENT
+                tensors[part] = {"offset": at, "size": size, **about}
+                at += size
+        at += -at % PAGE
+        crc = _number(found[number], "crc32")
+        sections.append({"offset": start, "size": at - start, "crc32": crc, "tensors": tensors})
+    if at != end:
+        raise UnusableFile(f"its table begins at byte {end}; expected {at}")
+    return sections
+
+
+def _number(entry: Any, key: str) -> int:
+    value = entry[key]
+    if type(value) is not int:
+        raise TypeError(f"{key} is not a number")
+    return value
+
+
+def _check_form(name: str, form: dict[str, int]) -> None:
+    slices = -(-form["columns"] // SLICE)
+    if (
+        form["bits"] not in (4, 8)
+        or form["kind"] not in HEADER_BYTES
+        or not 1 <= form["slices_per_group"] <= slices
+    ):
+        raise UnusableFile(f"its tensor {name} has a form that no tile has")
+
+
+def _linear(content: NDArray[np.uint8], name: str, tensors: dict[str, dict[str, int]]) -> PackedLinear:
+    entry, order = tensors[name], tensors.get(f"{name}.permutation")
+    return PackedLinear(
+        _view(content, entry),
+        entry["rows"],
+        entry["columns"],
+        entry["bits"],
+        entry["kind"],
+        entry["slices_per_group"],
+        None if order is None else _view(content, order).view(np.int32),
+    )
+
+
+def _view(content: NDArray[np.uint8], entry: dict[str, int]) -> NDArray[np.uint8]:
+    return content[entry["offset"] : entry["offset"] + entry["size"]]
