@@ -48,7 +48,7 @@ const std::vector<Entry>& entries() {
         {&avx2::kernels, {"avx2", "fma", "f16c"}},
 #endif
 #if defined(NYBBLE_WITH_NEONDOT)
-        {&neondot::kernels, {"asimddp"}},
+        {&neondot::kernels, {"dotprod"}},
 #endif
         {&scalar::kernels, {}},
     };
