@@ -11,7 +11,10 @@ struct Bytes {  // 64 bytes: 4 of each of 16 rows
 
 constexpr int kTilesPerBlock = 4;  // register block of the matrix product: tiles of 16 rows
 constexpr int kTokensPerBlock = 4;
-constexpr int kRowBlock = 6;  // register block of attention: rows
+constexpr int kOneStreams = 4;  // rows of tiles read side by side: for one token
+constexpr int kFewStreams = 2;  // for a few tokens
+constexpr int kFewTokens = 8;   // tokens whose sums are kept together: 4 or 8
+constexpr int kRowBlock = 6;    // register block of attention: rows
 
 inline F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline void store(float* p, F32 a) { _mm512_storeu_ps(p, a.v); }
