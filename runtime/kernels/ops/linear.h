@@ -136,10 +136,12 @@ inline void few_tokens(const PackedLinear& w, Activations x, int token, float* y
 template <int kBits, WeightKind kKind, int kStreams>
 inline void few_tokens_tiles(const PackedLinear& w, Activations x, float* y, size_t stride, int tile) {
     int token = 0;
-    for (; token + 8 <= x.tokens; token += 8)
-        few_tokens<kBits, kKind, kStreams, 8>(w, x, token, y, stride, tile);
+    for (; token + kFewTokens <= x.tokens; token += kFewTokens)
+        few_tokens<kBits, kKind, kStreams, kFewTokens>(w, x, token, y, stride, tile);
     const int rest = x.tokens - token;
-    if (rest & 4) few_tokens<kBits, kKind, kStreams, 4>(w, x, token, y, stride, tile), token += 4;
+    if constexpr (kFewTokens > 4) {
+        if (rest & 4) few_tokens<kBits, kKind, kStreams, 4>(w, x, token, y, stride, tile), token += 4;
+    }
     if (rest & 2) few_tokens<kBits, kKind, kStreams, 2>(w, x, token, y, stride, tile), token += 2;
     if (rest & 1) few_tokens<kBits, kKind, kStreams, 1>(w, x, token, y, stride, tile);
 }
@@ -149,10 +151,12 @@ void linear_rows_of(const PackedLinear& w, Activations x, float* y, size_t strid
                     int tile_end) {
     int tile = tile_begin;
     if (x.tokens == 1) {
-        for (; tile + 4 <= tile_end; tile += 4) few_tokens<kBits, kKind, 4, 1>(w, x, 0, y, stride, tile);
+        for (; tile + kOneStreams <= tile_end; tile += kOneStreams)
+            few_tokens<kBits, kKind, kOneStreams, 1>(w, x, 0, y, stride, tile);
     }
-    for (; tile + 2 <= tile_end; tile += 2) few_tokens_tiles<kBits, kKind, 2>(w, x, y, stride, tile);
-    if (tile < tile_end) few_tokens_tiles<kBits, kKind, 1>(w, x, y, stride, tile);
+    for (; tile + kFewStreams <= tile_end; tile += kFewStreams)
+        few_tokens_tiles<kBits, kKind, kFewStreams>(w, x, y, stride, tile);
+    for (; tile < tile_end; ++tile) few_tokens_tiles<kBits, kKind, 1>(w, x, y, stride, tile);
 }
 
 // Many tokens. A panel of 4 tiles is unpacked, a chunk of slices at a time, into a buffer that stays in
