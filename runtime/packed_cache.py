@@ -57,16 +57,16 @@ def load_packed(
     return source
 
 
-def check_packed(folder: Path, digest: str, spec: ModelSpec, weights: LogicalWeights) -> None:
+def check_packed(folder: Path, digest: str, spec: ModelSpec, weights: Callable[[], LogicalWeights]) -> None:
     """Compares the cache files that a start would use with the artifact's tensors: a CRC-32 finds damage, and
     not a file that was made of other weights. Raises `ModelFormatError` naming the first tensor that differs.
     """
-    expected = FreshlyPacked(weights)
     for file in cache_files(folder, digest):
         try:
             found = open_packed(file, spec, digest)
         except (OSError, UnusableFile):
             continue
+        expected = FreshlyPacked(weights())
         for name, shape in spec.tensors().items():
             one, other = (list(file_parts(x, name, len(shape) == 2)) for x in (found, expected))
             if len(one) != len(other) or not all(map(same_part, one, other)):
@@ -119,12 +119,18 @@ def _new_sibling(file: Path) -> tuple[Path, int]:
     number = 0
     while True:
         path = file.with_name(f".{file.name}.nybble-tmp-{os.getpid()}-{number}")
-        with suppress(FileExistsError):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return path, descriptor
         number += 1
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except FileExistsError:
+            continue
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Before it was locked, another writer may have taken it for an abandoned one and removed it.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return path, descriptor
+        os.close(descriptor)
 
 
 def _remove_abandoned(file: Path) -> None:

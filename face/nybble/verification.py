@@ -44,7 +44,7 @@ def verify(path: str | Path, *, threads: int | None = None, progress: Report | N
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ModelFormatError(problems[0] + more)
     artifact = open_artifact(path)
-    check_packed(artifact.folder, artifact.digest, artifact.spec, artifact.weights())
+    check_packed(artifact.folder, artifact.digest, artifact.spec, artifact.weights)
     files = len(artifact.manifest.files)
     if len(artifact.formats) < 2:
         return Verification(files, None, None, None)

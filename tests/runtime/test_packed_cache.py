@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import struct
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,9 +25,9 @@ from nybble.export.weights import LogicalTensor, LogicalWeights
 from nybble.quant.packing import QuantizedTensor, from_gptq, to_gptq
 from nybble.runtime import packed_cache
 from nybble.runtime.cpu_executor import CpuExecutor
-from nybble.runtime.packed_cache import cache_files, check_packed, load_packed
+from nybble.runtime.packed_cache import build_packed, cache_files, check_packed, load_packed
 from nybble.runtime.packed_file import MappedWeights
-from nybble.runtime.packed_weights import FreshlyPacked, PackedSource
+from nybble.runtime.packed_weights import FreshlyPacked, PackedLinear, PackedSource
 
 DIGEST = "ab" * 32
 PREAMBLE = struct.Struct("=8sII32sQII")  # then its CRC-32
@@ -129,6 +130,21 @@ def test_arrays_stay_valid_when_the_file_and_its_source_are_gone(weights: Weight
     (tmp_path / "cache/packed.bin").unlink()
     assert np.array_equal(paged_logits(executor, some_ids(weights.spec.vocab_size)), expected)
     executor.close()
+
+
+def test_writing_holds_one_packed_matrix_at_a_time(weights: Weights, tmp_path: Path) -> None:
+    class Watched(FreshlyPacked):
+        def linear(self, name: str) -> PackedLinear:
+            held.append(sum(tiles() is not None for tiles in packed))
+            result = super().linear(name)
+            packed.append(weakref.ref(result.tiles))
+            return result
+
+    packed: list[weakref.ref[Any]] = []
+    held: list[int] = []
+    build_packed(tmp_path / "cache/packed.bin", Watched(weights), DIGEST)
+    assert len(held) == 16  # embedding, head, and seven in each of two layers
+    assert max(held) <= 1
 
 
 def test_tensors_are_aligned_and_read_only(weights: Weights, tmp_path: Path) -> None:
@@ -472,7 +488,9 @@ def test_a_killed_writer_leaves_the_old_file_or_the_new_one(
     assert file.read_bytes() == good
 
 
-def test_several_processes_that_write_at_once_all_work(weights: Weights, good: bytes, tmp_path: Path) -> None:
+def test_several_processes_that_write_at_once_all_work(
+    weights: Weights, good: bytes, tmp_path: Path, user_cache: Path
+) -> None:
     def start() -> None:
         for _ in range(10):
             (tmp_path / "cache/packed.bin").unlink(missing_ok=True)
@@ -482,6 +500,7 @@ def test_several_processes_that_write_at_once_all_work(weights: Weights, good: b
     assert [os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) for number in children] == [0, 0, 0]
     load_packed(tmp_path, DIGEST, weights.spec, lambda: weights)
     assert names(tmp_path) == ["cache/packed.bin"]
+    assert names(user_cache) == []  # none had to give way
     assert (tmp_path / "cache/packed.bin").read_bytes() == good
 
 
@@ -491,11 +510,11 @@ def test_a_sound_file_of_other_weights_is_found_by_verify(weights: Weights, tmp_
     tensor = weights.tensors[name]
     assert isinstance(tensor, QuantizedTensor)
     other = Weights(weights.spec, weights.tensors | {name: changed(tensor)})
-    check_packed(tmp_path, DIGEST, weights.spec, weights)
+    check_packed(tmp_path, DIGEST, weights.spec, NoWeights())  # no file, nothing to compare
     load_packed(tmp_path, DIGEST, weights.spec, lambda: other)
     with pytest.raises(ModelFormatError, match=r"packed\.bin: model\.layers\.1\.mlp\.up_proj"):
-        check_packed(tmp_path, DIGEST, weights.spec, weights)
-    check_packed(tmp_path, DIGEST, weights.spec, other)
+        check_packed(tmp_path, DIGEST, weights.spec, lambda: weights)
+    check_packed(tmp_path, DIGEST, weights.spec, lambda: other)
 
 
 def changed(tensor: QuantizedTensor) -> QuantizedTensor:
