@@ -16,7 +16,7 @@ class OpenVino:
         scheduler = genai.SchedulerConfig()
         scheduler.enable_prefix_caching = False
         scheduler.max_num_batched_tokens = max(context, 512)
-        properties = {"INFERENCE_NUM_THREADS": threads, "CACHE_DIR": str(Path(model) / "cache")}
+        properties = {"INFERENCE_NUM_THREADS": threads}
         self._pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
         self._requests = 0
 
