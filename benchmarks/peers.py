@@ -205,35 +205,32 @@ def measure_fresh(contender: Contender, threads: int, seed: str, log: Path) -> N
         worker.close()
 
 
-def measure(found: list[Contender], threads: int, rounds: int, log: Path) -> float:
-    """Fills the contenders' values. Returns the largest share of a processor that an idle worker took."""
-    idle_share = 0.0
+def start(found: list[Contender], threads: int, log: Path) -> None:
     for contender in found:
         contender.worker = Worker(contender.python, contender.script, log)
         contender.worker.load(contender.model, threads, CONTEXT, 8)
         contender.about = contender.worker.ask("about")
         for run in RUNS:  # warms up every shape
             ask_run(contender, run, "warm", 4)
-    for number in range(rounds):
-        turn = number % len(found)
-        for case in (*RUNS, None):
-            for contender in found[turn:] + found[:turn]:
-                others = [other.worker for other in found if other is not contender and other.worker]
-                time.sleep(0.3)  # pools of threads that spin for a while go to sleep
-                before, start = [other.processor_seconds() for other in others], time.perf_counter()
-                if case is None:
-                    measure_fresh(contender, threads, f"{number}", log)
-                else:
-                    measure_run(contender, case, f"{number}")
-                seconds = time.perf_counter() - start
-                used = [other.processor_seconds() - b for other, b in zip(others, before, strict=True)]
-                # A share of a short run says nothing: the clock ticks in hundredths.
-                if seconds > 1:
-                    idle_share = max(idle_share, *(share / seconds for share in used), 0.0)
-        print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    for contender in found:
-        if contender.worker is not None:
-            contender.worker.close()
+
+
+def measure_round(found: list[Contender], number: int, threads: int, log: Path) -> float:
+    """One round of every case. Returns the largest share of a processor that an idle worker took."""
+    idle_share, turn = 0.0, number % len(found)
+    for case in (*RUNS, None):
+        for contender in found[turn:] + found[:turn]:
+            others = [other.worker for other in found if other is not contender and other.worker]
+            time.sleep(0.3)  # pools of threads that spin for a while go to sleep
+            before, began = [other.processor_seconds() for other in others], time.perf_counter()
+            if case is None:
+                measure_fresh(contender, threads, f"{number}", log)
+            else:
+                measure_run(contender, case, f"{number}")
+            seconds = time.perf_counter() - began
+            used = [other.processor_seconds() - b for other, b in zip(others, before, strict=True)]
+            # A share of a short run says nothing: the clock ticks in hundredths.
+            if seconds > 1:
+                idle_share = max(idle_share, *(share / seconds for share in used), 0.0)
     return idle_share
 
 
@@ -268,7 +265,9 @@ def show(found: list[Contender]) -> None:
             print(f"{contender.name}, {case}: omitted: {reason}")
 
 
-def report(found: list[Contender], arguments: argparse.Namespace, idle_share: float) -> dict[str, Any]:
+def report(
+    found: list[Contender], arguments: argparse.Namespace, rounds: int, idle_share: float
+) -> dict[str, Any]:
     cpu = next((x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), ":")
     peers = [name for name in PEERS if getattr(arguments, f"{name}_python")]
     options = " ".join(f"--{name}-python PYTHON" for name in peers)
@@ -281,7 +280,7 @@ def report(found: list[Contender], arguments: argparse.Namespace, idle_share: fl
             "cores": len(os.sched_getaffinity(0)),
         },
         "threads": arguments.threads,
-        "rounds": arguments.rounds,
+        "rounds": rounds,
         "largest_idle_share": idle_share,
         "runtimes": {contender.name: contender.about for contender in found},
         "cases": {
@@ -344,10 +343,18 @@ def main() -> None:
     arguments.work.mkdir(parents=True, exist_ok=True)
     log = arguments.work / "peers.log"
     found = contenders(arguments, log)
-    idle_share = measure(found, arguments.threads, arguments.rounds, log)
-    show(found)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report(found, arguments, idle_share), indent=1) + "\n")
+    idle_share = 0.0
+    start(found, arguments.threads, log)
+    for number in range(arguments.rounds):
+        idle_share = max(idle_share, measure_round(found, number, arguments.threads, log))
+        figures = report(found, arguments, number + 1, idle_share)
+        arguments.output.write_text(json.dumps(figures, indent=1) + "\n")
+        print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
+    for contender in found:
+        if contender.worker is not None:
+            contender.worker.close()
+    show(found)
     if arguments.plot:
         plot(found, arguments.plot)
 
