@@ -30,6 +30,7 @@ void AlignedBuffer::Free::operator()(uint8_t* p) const { std::free(p); }
 void AlignedBuffer::allocate(size_t bytes) {
     constexpr size_t kAlignment = 4096;
     allocation_.reset();
+    data_ = nullptr;
     allocation_.reset(static_cast<uint8_t*>(std::calloc(bytes + kAlignment, 1)));
     if (allocation_ == nullptr) throw std::bad_alloc();
     const uintptr_t address = reinterpret_cast<uintptr_t>(allocation_.get());
@@ -63,7 +64,6 @@ struct Decoder::Buffers {
     std::vector<int> sequence_of, position_of;      // [tokens]
     std::vector<float> cos, sin;                    // [tokens][rotary_dim / 2]
     std::vector<std::vector<AttentionItem>> items;  // [groups]
-    std::vector<int> part_of_sequence;              // [sequences]
     std::vector<int> part_segments;                 // [groups][sequences] * 2: begin, end
     int max_parts = 0, max_segments = 0;
     std::vector<SoftmaxPart> parts;
@@ -87,8 +87,9 @@ Decoder::Decoder(DecoderConfig config, DecoderWeights weights, int threads, cons
     b.counters = std::vector<Counter>(static_cast<size_t>(config_.num_layers) * kPhasesPerLayer + 1);
     b.items.resize(config_.num_groups);
     const int group = config_.num_heads / config_.num_kv_heads;
-    const size_t scratch =
-        std::max(kernels_.attention_scratch(group, config_.head_dim), kernels_.panel_scratch());
+    const size_t permuted_row = static_cast<size_t>(std::max({b.hidden, b.q, b.inner})) * sizeof(float);
+    const size_t scratch = std::max(
+        {kernels_.attention_scratch(group, config_.head_dim), kernels_.panel_scratch(), permuted_row});
     b.scratch_bytes = (scratch + 4095) / 4096 * 4096;
     b.scratch.allocate(b.scratch_bytes * threads);
     reserve(1, 1, 1);
@@ -98,6 +99,7 @@ Decoder::~Decoder() = default;
 
 void Decoder::allocate_kv(int num_blocks, KvType type) {
     kv_shape_ = KvShape{config_.num_kv_heads, config_.head_dim, type};
+    num_blocks_ = 0;  // what stays where memory runs out
     kv_.allocate(kv_shape_.page_bytes() * num_blocks * config_.num_layers);
     num_blocks_ = num_blocks;
 }
@@ -106,11 +108,12 @@ uint8_t* Decoder::pages(int layer) const {
     return kv_.data() + kv_shape_.page_bytes() * num_blocks_ * static_cast<size_t>(layer);
 }
 
+// A size counts only once all its buffers are there: after a failure the next step makes them again.
 void Decoder::reserve(int tokens, int sequences, int rows) {
     Buffers& b = *buffers_;
     if (tokens > b.tokens) {
         const size_t t = round_up(tokens, kBlockTokens);
-        b.tokens = static_cast<int>(t);
+        b.tokens = 0;
         b.residual.allocate(t * b.hidden * 4);
         b.normed.allocate(t * std::max({b.hidden, b.q, b.inner}) * 4);
         b.projected.allocate(t * std::max({b.hidden, b.qkv, b.gate_up}) * 4);
@@ -122,17 +125,18 @@ void Decoder::reserve(int tokens, int sequences, int rows) {
         b.sin.resize(t * half);
         b.sequence_of.resize(t);
         b.position_of.resize(t);
+        b.tokens = static_cast<int>(t);
     }
     if (rows > b.rows) {
-        b.rows = round_up(rows, kBlockTokens);
-        b.picked.allocate(static_cast<size_t>(b.rows) * b.hidden * 4);
-        b.head_activations.allocate(static_cast<size_t>(b.rows) * slices_of(b.hidden) *
-                                    (kActivationBytes / kBlockTokens));
+        const size_t r = round_up(rows, kBlockTokens);
+        b.rows = 0;
+        b.picked.allocate(r * b.hidden * 4);
+        b.head_activations.allocate(r * slices_of(b.hidden) * (kActivationBytes / kBlockTokens));
+        b.rows = static_cast<int>(r);
     }
     if (sequences > b.sequences) {
-        b.sequences = sequences;
-        b.part_of_sequence.resize(sequences);
         b.part_segments.resize(static_cast<size_t>(config_.num_groups) * sequences * 2);
+        b.sequences = sequences;
     }
     if (b.max_parts == 0) {
         // Only so many sequences are split over segments as threads could otherwise go without work.
@@ -289,6 +293,8 @@ void Decoder::embed(int thread) {
     each_token(thread, input_->tokens, [&](int t) {
         float* row = b.residual.floats() + static_cast<size_t>(t) * b.hidden;
         dequantize_row(weights_.embedding, input_->token_ids[t], row);
+        // What pads the last slice stands for no weight, and norms read whole lanes.
+        std::fill(row + config_.hidden_size, row + b.hidden, 0.0f);
         if (config_.embedding_scale != 1.0f) kernels_.scale(row, config_.embedding_scale, b.hidden);
         const float position = static_cast<float>(b.position_of[t]);
         for (size_t i = 0; i < half; ++i) {
