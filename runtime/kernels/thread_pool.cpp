@@ -33,25 +33,42 @@ void wait_while(const std::atomic<uint32_t>& value, uint32_t old) {
 ThreadPool::ThreadPool(int threads) : threads_(threads) { start(); }
 
 ThreadPool::~ThreadPool() {
-    if (pid_ != static_cast<int>(getpid())) {  // a forked child that never ran: the threads are not its own
-        for (std::thread& worker : workers_) worker.detach();
-        return;
+    if (pid_ == static_cast<int>(getpid())) {
+        stop();
+    } else {  // a forked child that never ran
+        abandon();
     }
-    stop_ = true;
-    generation_.fetch_add(1, std::memory_order_release);
-    generation_.notify_all();
-    for (std::thread& worker : workers_) worker.join();
 }
 
 void ThreadPool::start() {
-    for (std::thread& worker : workers_) worker.detach();  // after fork: handles of the parent's threads
-    workers_.clear();
-    pid_ = static_cast<int>(getpid());
+    abandon();
+    stop_ = false;
     arrived_.store(0, std::memory_order_relaxed);
     const uint32_t seen = generation_.load(std::memory_order_relaxed);
-    for (int thread = 1; thread < threads_; ++thread) {
-        workers_.emplace_back([this, thread, seen] { loop(thread, seen); });
+    try {
+        for (int thread = 1; thread < threads_; ++thread) {
+            workers_.emplace_back([this, thread, seen] { loop(thread, seen); });
+        }
+    } catch (...) {  // the system has no more threads: those that run end before the others are reported
+        stop();
+        throw;
     }
+    pid_ = static_cast<int>(getpid());
+}
+
+void ThreadPool::stop() {
+    stop_ = true;
+    generation_.fetch_add(1);
+    generation_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+    workers_.clear();
+}
+
+// After fork the handles are of the parent's threads, and a thread of this process may have got the same one:
+// they are left as they are, neither joined nor detached.
+void ThreadPool::abandon() {
+    if (!workers_.empty()) new std::vector<std::thread>(std::move(workers_));
+    workers_.clear();
 }
 
 void ThreadPool::loop(int thread, uint32_t seen) {
@@ -69,7 +86,7 @@ void ThreadPool::run(Work work, void* context) {
     work_ = work;
     context_ = context;
     if (threads_ > 1) {
-        generation_.fetch_add(1, std::memory_order_release);
+        generation_.fetch_add(1);
         generation_.notify_all();
     }
     work(context, 0);
@@ -81,7 +98,9 @@ void ThreadPool::barrier() {
     const uint32_t phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(threads_)) {
         arrived_.store(0, std::memory_order_relaxed);
-        phase_.store(phase + 1, std::memory_order_release);
+        // Sequentially consistent: were it only a release, the look for waiters in notify_all could come
+        // before it, and a thread that goes to sleep in between would not be woken.
+        phase_.store(phase + 1);
         phase_.notify_all();
     } else {
         wait_while(phase_, phase);

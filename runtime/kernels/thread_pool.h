@@ -28,6 +28,8 @@ class ThreadPool {
 
   private:
     void start();
+    void stop();
+    void abandon();
     void loop(int thread, uint32_t seen);
 
     const int threads_;
