@@ -1,10 +1,11 @@
 // Norms, rotary embedding and activations. Our own arithmetic throughout: no libm, no approximate
 // instructions. Included inside the namespace of an instruction set.
 
-// 2^x for x <= 0: minimax of degree 5 on [-0.5, 0.5], 2e-7 relative, 1 at 0; exactly 0 under 2^-126.
+// 2^x for x <= 0: minimax of degree 5 on [-0.5, 0.5], 2e-7 relative, 1 at 0; exactly 0 under 2^-126. NaN
+// stays NaN: `max` gives its second operand where one is NaN.
 inline F32 exp2_negative(F32 x) {
     const F32 floor = set1(-126.0f);
-    const F32 clamped = max(x, floor);
+    const F32 clamped = max(floor, x);
     const I32 n = round_to_int(clamped);
     const F32 f = sub(clamped, to_float(n));
     F32 p = set1(1.32647273e-3f);
@@ -79,7 +80,7 @@ void gated(const float* gate, const float* up, Activation activation, int n, flo
         const F32 g = load(gate + i);
         const F32 a = activation == Activation::kSilu       ? silu(g)
                       : activation == Activation::kGeluTanh ? gelu_tanh(g)
-                                                            : max(g, zero());
+                                                            : max(zero(), g);
         store(out + i, mul(a, load(up + i)));
     }
 }

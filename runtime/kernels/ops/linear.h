@@ -5,14 +5,24 @@
 // acc); with minima also acc = fma(activation scale * float(sum), minimum, acc). Slices ascend. Nothing else
 // enters, so one token or many, one thread or several give the same bits.
 
+// Magnitudes, with infinity for NaN, which a maximum may lose.
+inline F32 finite_or_infinite(F32 magnitude) {
+    const F32 infinity = set1(HUGE_VALF);
+    return select_less(magnitude, infinity, magnitude, infinity);
+}
+
 inline void quantize(const float* row, int token, Activations out) {
     uint8_t* block = out.block(token / kBlockTokens);
     const int place = token % kBlockTokens;
     for (int s = 0; s < out.slices; ++s, row += kSlice, block += kActivationBytes) {
-        const F32 a = load(row), b = load(row + 16);
-        const float largest = reduce_max(max(abs(a), abs(b)));
+        F32 a = load(row), b = load(row + 16);
+        const float largest = reduce_max(max(finite_or_infinite(abs(a)), finite_or_infinite(abs(b))));
         // Under 1e-30 the reciprocal could overflow; such a slice is nothing.
-        const float scale = largest > 1e-30f ? largest / 127.0f : 0.0f;
+        float scale = largest > 1e-30f ? largest / 127.0f : 0.0f;
+        if (largest == HUGE_VALF) {  // no integers stand for it: the scale carries it to every output
+            a = b = zero();
+            scale = NAN;
+        }
         const F32 inverse = set1(scale > 0.0f ? 1.0f / scale : 0.0f);
         const I32 qa = round_to_int(mul(a, inverse)), qb = round_to_int(mul(b, inverse));
         int8_t* q = reinterpret_cast<int8_t*>(block) + place * kSlice;
