@@ -1,12 +1,19 @@
 """`CpuExecutor`: the decoder in C++ kernels, one call a step. A row's logits depend on its sequence's tokens,
 the weights and the KV type, and on nothing else: not the batch, the chunks, the threads or the pages."""
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ExecutorError, MissingDependencyError, SettingError, UnsupportedModelError
+from ..errors import (
+    DoesNotFitError,
+    ExecutorError,
+    MissingDependencyError,
+    SettingError,
+    UnsupportedModelError,
+)
 from ..export.weights import LogicalWeights
 from ..models.spec import ModelSpec
 from .batch import Batch
@@ -63,6 +70,8 @@ class CpuExecutor:
             self._decoder: Any = _kernels.Decoder(builder, threads, isa)
         except ValueError as error:
             raise SettingError(str(error)) from None
+        except MemoryError:
+            raise DoesNotFitError("the model's weights do not fit in this machine's memory") from None
         self._logits = np.empty((1, self._decoder.logit_stride), np.float32)
 
     def _load(self, builder: Any, source: PackedSource) -> None:
@@ -101,7 +110,12 @@ class CpuExecutor:
     @property
     def isa(self) -> str:
         """The set of kernels in use."""
-        return str(self._decoder.isa)
+        return str(self._open().isa)
+
+    def _open(self) -> Any:
+        if self._decoder is None:
+            raise ExecutorError("the executor is closed")
+        return self._decoder
 
     @property
     def kv_layout(self) -> KvLayout:
@@ -110,28 +124,47 @@ class CpuExecutor:
         return self._layout
 
     def allocate_kv(self, num_blocks: int, page_size: int = PAGE_SIZE, kv_dtype: KvDtype = "f16") -> None:
-        """A zeroed cache of `num_blocks` pages of 16 tokens. Raises `SettingError` for another page size."""
+        """A zeroed cache of `num_blocks` pages of 16 tokens, in place of an earlier one. Raises
+        `SettingError` for another page size, `DoesNotFitError` where memory runs out: then there is none."""
+        decoder = self._open()
         if page_size != PAGE_SIZE:
             raise SettingError(f"page_size is {page_size}; executor 'cpu' has pages of {PAGE_SIZE} tokens")
         if kv_dtype not in KV_TYPES:
             raise SettingError(f"kv_dtype is {kv_dtype!r}; expected one of {', '.join(KV_TYPES)}")
-        self._decoder.allocate_kv(num_blocks, KV_TYPES[kv_dtype])
-        self._layout = KvLayout(num_blocks, page_size, kv_dtype, self._decoder.bytes_per_block)
+        if num_blocks < 1 or num_blocks * page_size >= 1 << 31:
+            raise SettingError(f"num_blocks is {num_blocks}; expected at least 1, under 2**31 slots")
+        self._layout = None
+        try:
+            decoder.allocate_kv(num_blocks, KV_TYPES[kv_dtype])
+        except MemoryError:
+            raise DoesNotFitError(
+                f"a KV cache of {num_blocks} pages in {kv_dtype} does not fit in this machine's memory"
+            ) from None
+        self._layout = KvLayout(num_blocks, page_size, kv_dtype, decoder.bytes_per_block)
 
     def reserve(self, tokens: int, sequences: int) -> None:
-        """Buffers for steps of up to `tokens` tokens of `sequences` sequences: such a step allocates none."""
-        self._decoder.reserve(tokens, sequences, sequences)
-        if len(self._logits) < sequences:
-            self._logits = np.empty((sequences, self._decoder.logit_stride), np.float32)
+        """Buffers for steps of up to `tokens` tokens of `sequences` sequences: such a step allocates none.
+        Raises `DoesNotFitError` where memory runs out."""
+        decoder = self._open()
+        try:
+            decoder.reserve(tokens, sequences, sequences)
+            if len(self._logits) < sequences:
+                self._logits = np.empty((sequences, decoder.logit_stride), np.float32)
+        except (ValueError, TypeError):
+            raise SettingError(f"a step of {tokens} tokens of {sequences} sequences is too large") from None
+        except MemoryError:
+            raise DoesNotFitError(
+                f"the buffers for {tokens} tokens of {sequences} sequences do not fit in the memory here"
+            ) from None
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
         """Logits [R, vocab] float32, valid until the next step. Raises `ExecutorError`, naming the array, for
         one that breaks the contract."""
-        rows = len(batch.logit_rows)
-        if rows > len(self._logits):
-            self._logits = np.empty((rows, self._decoder.logit_stride), np.float32)
+        decoder, rows = self._open(), len(batch.logit_rows)
         try:
-            self._decoder.step(
+            if rows > len(self._logits):
+                self._logits = np.empty((rows, decoder.logit_stride), np.float32)
+            decoder.step(
                 batch.token_ids,
                 batch.cu_seqlens,
                 batch.past_lens,
@@ -142,21 +175,34 @@ class CpuExecutor:
             )
         except (ValueError, TypeError) as error:
             raise ExecutorError(_contract_error(batch, error)) from None
+        except MemoryError:
+            raise ExecutorError(f"memory ran out in a step of {len(batch.token_ids)} tokens") from None
         return self._logits[:rows, : self._spec.vocab_size]
 
     def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32]) -> None:
-        self._pages(lambda: self._decoder.copy_blocks(src, dst))
+        """Copies page src[i] to dst[i] in every layer; all are read before any is written."""
+        _check_ids("src", src)
+        _check_ids("dst", dst)
+        if len(src) != len(dst) or len(np.unique(dst)) != len(dst):
+            raise ExecutorError(f"dst has {len(dst)} pages; expected {len(src)} different ones")
+        if np.isin(src, dst).any():
+            self.write_blocks(dst, self.read_blocks(src))
+        else:
+            self._pages(lambda decoder: decoder.copy_blocks(src, dst))
 
     def read_blocks(self, ids: NDArray[np.int32]) -> bytes:
-        data = self._pages(lambda: self._decoder.read_blocks(ids))
-        return bytes(data)
+        """The pages' content, `kv_layout.bytes_per_block` bytes for each in order."""
+        _check_ids("ids", ids)
+        return bytes(self._pages(lambda decoder: decoder.read_blocks(ids)))
 
     def write_blocks(self, ids: NDArray[np.int32], data: bytes) -> None:
-        self._pages(lambda: self._decoder.write_blocks(ids, data))
+        """Puts back what `read_blocks` gave. Raises `ExecutorError` for another number of bytes."""
+        _check_ids("ids", ids)
+        self._pages(lambda decoder: decoder.write_blocks(ids, data))
 
-    def _pages(self, call: Any) -> Any:
+    def _pages(self, call: Callable[[Any], Any]) -> Any:
         try:
-            return call()
+            return call(self._open())
         except (ValueError, TypeError) as error:
             raise ExecutorError(str(error).splitlines()[0]) from None
 

@@ -5,9 +5,11 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #include "decoder.h"
 
@@ -174,17 +176,29 @@ class PyDecoder {
         if (threads < 1 || threads > 1024)
             fail("threads", "is " + std::to_string(threads) + "; expected 1 to 1024");
         DecoderWeights weights = builder.take(keep_);
-        decoder_ =
-            std::make_unique<Decoder>(builder.config(), std::move(weights), threads, select_kernels(isa));
+        const Kernels& kernels = select_kernels(isa);
+        try {
+            decoder_ = std::make_unique<Decoder>(builder.config(), std::move(weights), threads, kernels);
+        } catch (const std::system_error& error) {
+            fail("threads", "is " + std::to_string(threads) + "; the system started fewer: " + error.what());
+        }
     }
 
     void allocate_kv(int num_blocks, int type) {
-        if (num_blocks < 1) fail("num_blocks", "is " + std::to_string(num_blocks) + "; expected at least 1");
+        constexpr int kMost = INT32_MAX / kPageTokens;  // slots are int32
+        if (num_blocks < 1 || num_blocks > kMost) {
+            fail("num_blocks",
+                 "is " + std::to_string(num_blocks) + "; expected 1 to " + std::to_string(kMost));
+        }
         if (type < 0 || type > 2) fail("kv_dtype", "is unknown");
         decoder_->allocate_kv(num_blocks, static_cast<KvType>(type));
     }
 
-    void reserve(int tokens, int sequences, int rows) { decoder_->reserve(tokens, sequences, rows); }
+    void reserve(int tokens, int sequences, int rows) {
+        const int sizes[] = {tokens, sequences, rows};
+        check_range("sizes", sizes, 3, 0, 1 << 30);
+        decoder_->reserve(tokens, sequences, rows);
+    }
 
     void step(const Ints1& token_ids, const Ints1& cu_seqlens, const Ints1& past_lens,
               const Ints3& block_table, const Ints2& slot_mapping, const Ints1& logit_rows,
