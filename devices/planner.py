@@ -29,6 +29,7 @@ HEAD_BITS, HEAD_GROUP_SIZE = 8, 32
 IMPORTS = 110_000_000
 # The same without ONNX, for `CpuExecutor`: interpreter, numpy, tokenizers, jinja2, the kernels.
 CPU_IMPORTS = 48_000_000
+KERNEL_PAGE = 16  # tokens of its pages, whatever the profile has
 # Repacking the head, which comes first, holds it this many times over: in f16, as integers, as tiles.
 LOADING_COPIES = 4
 # What a session holds besides weights, and library pages touched by the first run: 44 MB for 30 layers.
@@ -261,24 +262,48 @@ def _on_cpu(plan: MemoryPlan, spec: ModelSpec, recipe: Recipe | None, half: Half
 
 
 def _on_kernels(plan: MemoryPlan, spec: ModelSpec, recipe: Recipe | None, tokens: int) -> MemoryPlan:
-    """What `CpuExecutor` holds: tiles of 16 rows by 32 inputs with f16 scales, norms and biases in float32,
-    the buffers of one step. Loading repacks one matrix at a time; the head is the largest."""
+    """What `CpuExecutor` holds: tiles of 16 rows by 32 inputs (runtime/kernels/layout.h), norms and biases in
+    float32, pages, the buffers of one step. Loading repacks one matrix at a time; the head is the largest.
+    """
     if recipe is None:
         raise SettingError("executor is 'cpu', which runs quantized models only; use 'ort'")
-    head, matrices = _head(spec), [_Matrix.of(linear, recipe) for linear in _linears(spec)]
-    held = [*matrices, head] if spec.tied_embeddings else [*matrices, head, head]
-    weights = sum(m.data + 2 * m.scales + m.zeros for m in held) + 4 * _float_elements(spec)
+    head = _tile_bytes(spec.vocab_size, spec.hidden_size, HEAD_BITS, HEAD_GROUP_SIZE, True)
+    heads = 1 if spec.tied_embeddings else 2
+    weights = heads * head + 4 * _float_elements(spec)
+    for linear in _linears(spec):
+        weights += _tile_bytes(
+            linear.out_features, linear.in_features, recipe.bits, recipe.group_size, recipe.symmetric
+        )
+        weights += 4 * linear.in_features if recipe.desc_act else 0
+    widest = max(spec.hidden_size, spec.q_size, spec.intermediate_size)
     wide = max(spec.hidden_size, spec.q_size + 2 * spec.kv_size, 2 * spec.intermediate_size)
-    row = 4 * (2 * max(spec.hidden_size, spec.intermediate_size) + wide + spec.q_size)
-    row += 3 * max(spec.hidden_size, spec.q_size, spec.intermediate_size) * 5 // 4
+    row = 4 * (spec.hidden_size + widest + wide + spec.q_size) + 3 * widest * 5 // 4
+    pages = -(-plan.context // KERNEL_PAGE) * plan.sequences
     return replace(
         plan,
+        page_size=KERNEL_PAGE,
+        num_pages=pages,
         weights=weights,
         packed=0,
+        kv=pages * _page_bytes(spec, plan.kv_dtype),
         activations=tokens * row + 4 * spec.vocab_size * plan.sequences,
         runtime=CPU_IMPORTS + TOKENIZER_PER_TOKEN * spec.vocab_size,
-        loading=max(0, LOADING_COPIES * head.data - weights),
+        loading=max(0, (LOADING_COPIES + heads - 1) * head - weights),
     )
+
+
+def _tile_bytes(rows: int, columns: int, bits: int, group_size: int, symmetric: bool) -> int:
+    """A matrix in tiles: every group of a tile has 16 f16 scales, and 16 zero points unless symmetric."""
+    slices = -(-columns // 32)
+    groups = 1 if group_size == -1 else -(-columns // group_size)
+    return -(-rows // 16) * (groups * (32 if symmetric else 48) + slices * 64 * bits)
+
+
+def _page_bytes(spec: ModelSpec, kv_dtype: KvDtype) -> int:
+    """A page of `CpuExecutor` in all layers: values padded to 16 elements, heads to 64 bytes."""
+    elements = KERNEL_PAGE * (spec.head_dim + -(-spec.head_dim // 16) * 16)
+    head = elements * KV_BYTES[kv_dtype] + (2 * KERNEL_PAGE * 4 if kv_dtype == "int8" else 0)
+    return spec.num_layers * spec.num_kv_heads * (-(-head // 64) * 64)
 
 
 def _activations(spec: ModelSpec, context: int, sequences: int, kv_dtype: KvDtype, tokens: int) -> int:
