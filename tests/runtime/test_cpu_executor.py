@@ -1,5 +1,7 @@
 """`CpuExecutor`: the same bits however a sequence is run, and near transformers on dequantized weights."""
 
+import os
+import resource
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +26,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nybble._kernels import supported_kernels
-from nybble.errors import ExecutorError, SettingError
+from nybble.errors import DoesNotFitError, ExecutorError, SettingError
 from nybble.models.spec import ModelSpec, RopeSpec
+from nybble.quant.packing import QuantizedTensor
 from nybble.runtime.batch import Batch, prompt_batch
 from nybble.runtime.cpu_executor import CpuExecutor
 from nybble.runtime.executor import KvDtype
+from nybble.runtime.packed_weights import pack
 
 LENGTH = 300  # over one attention segment of 256 tokens, and over 16 tokens where the matrix product changes
 
@@ -267,14 +271,204 @@ def test_settings_out_of_range(weights: Weights, executor: CpuExecutor) -> None:
 
 
 def test_a_forked_child_runs_too(weights: Weights, ids: list[int]) -> None:
-    import os
-
     executor = CpuExecutor(weights, threads=2)
-    expected = paged_logits(executor, ids[:40]).copy()
+    expected = paged_logits(executor, ids[:40])
+    assert in_child(lambda: np.array_equal(paged_logits(executor, ids[:40]), expected)) == 0
+    assert np.array_equal(paged_logits(executor, ids[:40]), expected)
+    executor.close()
+
+
+def in_child(check: Callable[[], bool]) -> int:
+    """What a forked child ends with: 0 where `check` holds."""
     child = os.fork()
     if child == 0:
-        same = np.array_equal(paged_logits(executor, ids[:40]), expected)
-        os._exit(0 if same else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert np.array_equal(paged_logits(executor, ids[:40]), expected)
+        status = 1
+        try:
+            status = 0 if check() else 1
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def limit_memory(more: int) -> None:
+    """Lets this process have only so many more bytes of address space."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + more, used + more))
+
+
+def test_a_forked_child_runs_and_closes_several(weights: Weights, ids: list[int]) -> None:
+    executors = [CpuExecutor(weights, threads=4) for _ in range(3)]
+    expected = paged_logits(executors[0], ids[:40])
+
+    def check() -> bool:
+        same = [np.array_equal(paged_logits(e, ids[:40]), expected) for e in executors[:2]]
+        for executor in executors:
+            executor.close()
+        return all(same)
+
+    assert [in_child(check) for _ in range(3)] == [0, 0, 0]
+    for executor in executors:
+        executor.close()
+
+
+def test_threads_that_the_system_refuses_are_a_setting_error(weights: Weights) -> None:
+    def check() -> bool:
+        limit_memory(256 << 20)
+        with pytest.raises(SettingError, match="threads is 1000"):
+            CpuExecutor(weights, threads=1000)
+        return True
+
+    assert in_child(check) == 0
+
+
+def test_running_out_of_memory_is_reported_and_leaves_the_executor_usable(
+    weights: Weights, ids: list[int]
+) -> None:
+    executor = CpuExecutor(weights, threads=1)
+    expected = paged_logits(executor, ids[:40])
+    batch = prompt_batch(ids[:40], len(weights.spec.window_groups), 16)
+
+    def check() -> bool:
+        limit_memory(256 << 20)
+        with pytest.raises(DoesNotFitError, match="sequences"):
+            executor.reserve(1 << 26, 1)
+        again = executor.step(batch)  # the cache is still there; the buffers are made anew
+        with pytest.raises(DoesNotFitError, match="pages"):
+            executor.allocate_kv(1 << 20)
+        with pytest.raises(ExecutorError, match="allocate"):
+            executor.step(batch)
+        executor.allocate_kv(8, kv_dtype="f32")
+        return np.array_equal(again, expected) and np.array_equal(executor.step(batch), expected)
+
+    assert in_child(check) == 0
+    executor.close()
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1, 1 << 27, 1 << 40])
+def test_caches_of_no_possible_size(executor: CpuExecutor, num_blocks: int) -> None:
+    with pytest.raises(SettingError, match="num_blocks"):
+        executor.allocate_kv(num_blocks)
+
+
+def test_a_closed_executor_says_so(weights: Weights, ids: list[int]) -> None:
+    executor = CpuExecutor(weights, threads=2)
+    executor.allocate_kv(8)
+    executor.close()
+    executor.close()
+    batch = prompt_batch(ids[:8], len(weights.spec.window_groups), 16)
+    for use in (
+        lambda: executor.step(batch),
+        lambda: executor.allocate_kv(8),
+        lambda: executor.reserve(8, 1),
+        lambda: executor.read_blocks(np.zeros(1, np.int32)),
+    ):
+        with pytest.raises(ExecutorError, match="closed"):
+            use()
+
+
+def odd_spec(**sizes: Any) -> ModelSpec:
+    """Sizes that fill no lane, slice or tile."""
+    shape = {
+        "vocab_size": 203,
+        "hidden_size": 72,
+        "intermediate_size": 90,
+        "num_layers": 2,
+        "num_heads": 6,
+        "num_kv_heads": 3,
+        "head_dim": 10,
+        "max_position": 512,
+    }
+    shape |= sizes
+    rope = RopeSpec(theta=10000.0, rotary_dim=6)
+    windows = (None,) * shape["num_layers"]
+    return ModelSpec(
+        model_type="test", norm_eps=1e-5, rope=rope, qk_norm=True, sliding_windows=windows, **shape
+    )
+
+
+def random_weights(spec: ModelSpec, symmetric: bool, permuted: bool) -> Weights:
+    rng = np.random.default_rng(6)
+    tensors: Any = {
+        name: (rng.normal(size=shape) * (shape[1] ** -0.5 if len(shape) == 2 else 1)).astype(np.float32)
+        for name, shape in spec.tensors().items()
+    }
+    return quantized(Weights(spec, tensors), 4, 32, symmetric, permuted)
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("hidden_size", [40, 72, 90])
+def test_sizes_that_fill_no_tile(hidden_size: int, permuted: bool) -> None:
+    from nybble.runtime.ort_executor import OrtExecutor
+
+    weights = random_weights(odd_spec(hidden_size=hidden_size), permuted, permuted)
+    ids = some_ids(weights.spec.vocab_size, 40)
+    with OrtExecutor.from_weights(weights, threads=1, accuracy_level=0) as reference:
+        expected = paged_logits(reference, ids)
+    for isa in supported_kernels():
+        executor = CpuExecutor(weights, threads=2, isa=isa)
+        found = paged_logits(executor, ids, 33)
+        assert mean_kl(expected, found) < 5e-3
+        assert np.array_equal(found, paged_logits(executor, ids, 3))
+        executor.close()
+
+
+def test_a_permutation_of_very_many_columns() -> None:
+    spec = odd_spec(hidden_size=32, intermediate_size=90_000, num_layers=1)
+    weights = random_weights(spec, True, True)
+    ids = some_ids(spec.vocab_size, 40)
+    one, many = (CpuExecutor(weights, threads=threads) for threads in (1, 8))
+    assert np.array_equal(paged_logits(one, ids, 33), paged_logits(many, ids, 33))
+    one.close()
+    many.close()
+
+
+@pytest.mark.parametrize("isa", supported_kernels())
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.layers.0.input_layernorm.weight", "model.layers.1.mlp.up_proj.bias"]
+)
+def test_what_is_no_number_reaches_the_logits(weights: Weights, ids: list[int], name: str, isa: str) -> None:
+    spec = replace(weights.spec, mlp_bias=True)
+    tensors = {n: np.zeros(shape, np.float32) for n, shape in spec.tensors().items() if len(shape) == 1}
+    tensors |= weights.tensors  # type: ignore[arg-type]
+    for where in (0, 3, 17, 63):
+        broken = np.array(tensors[name], np.float32)
+        broken[where] = np.nan
+        executor = CpuExecutor(Weights(spec, {**tensors, name: broken}), threads=1, isa=isa)
+        assert np.isnan(paged_logits(executor, ids[:20], 18)).all()
+        executor.close()
+
+
+def test_copies_read_all_pages_before_they_write_any(executor: CpuExecutor) -> None:
+    executor.allocate_kv(4)
+    size = executor.kv_layout.bytes_per_block
+    pages = np.arange(3, dtype=np.int32)
+    executor.write_blocks(pages, b"".join(bytes([n]) * size for n in (1, 2, 3)))
+    executor.copy_blocks(pages[:2], pages[1:])
+    assert executor.read_blocks(pages) == b"".join(bytes([n]) * size for n in (1, 1, 2))
+    with pytest.raises(ExecutorError, match="dst"):
+        executor.copy_blocks(pages[:2], np.zeros(2, np.int32))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("bits", "group_size", "symmetric"), [(4, 32, False), (4, -1, True), (8, 64, False)])
+def test_the_plan_counts_the_bytes_that_are_held(
+    bits: int, group_size: int, symmetric: bool, tied: bool, kv_dtype: KvDtype
+) -> None:
+    from nybble.devices import load_profile, plan_memory
+    from nybble.quant.recipe import Recipe
+
+    spec = replace(odd_spec(), tied_embeddings=tied)
+    tensors: Any = {name: np.ones(shape, np.float32) for name, shape in spec.tensors().items()}
+    weights = quantized(Weights(spec, tensors), bits, group_size, symmetric, False)
+    held = sum(
+        pack(tensor).tiles.nbytes if isinstance(tensor, QuantizedTensor) else 4 * tensor.size
+        for tensor in weights.tensors.values()
+    )
+    recipe = Recipe(bits=bits, group_size=group_size, symmetric=symmetric)
+    profile = replace(load_profile("laptop-cpu"), page_size=256)
+    plan = plan_memory(spec, recipe, profile, context=70, sequences=3, kv_dtype=kv_dtype, executor="cpu")
+    executor = CpuExecutor(weights, threads=1)
+    executor.allocate_kv(plan.num_pages, plan.page_size, plan.kv_dtype)
+    assert (plan.weights, plan.num_pages) == (held, 15)
+    assert plan.kv == plan.num_pages * executor.kv_layout.bytes_per_block
     executor.close()
