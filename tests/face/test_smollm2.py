@@ -1,6 +1,7 @@
 """The whole path on the real model: SmolLM2 at 4 bits, from the command line to answers."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from nybble.quant.calibration import evaluation_text
 from nybble.quant.quality import evaluation_windows, perplexity
 from nybble.runtime.batch import prompt_batch
 from nybble.runtime.cpu_executor import CpuExecutor
+from nybble.runtime.packed_cache import load_packed
 from nybble.runtime.tokenizer import Tokenizer
 
 
@@ -57,3 +59,14 @@ def test_perplexity_is_at_most_16_5(smollm2: Any) -> None:
 def test_the_folder_holds_both_halves(smollm2: Any) -> None:
     names = {path.relative_to(smollm2.path).as_posix() for path in Path(smollm2.path).rglob("*")}
     assert {"model.safetensors", "quantize_config.json", "onnx/decoder.onnx", "onnx/weights.bin"} <= names
+
+
+def test_both_halves_are_packed_into_the_same_bytes(smollm2: Any, tmp_path: Path) -> None:
+    artifact = open_artifact(smollm2.path)
+    files = []
+    for half in artifact.formats:
+        (tmp_path / half).mkdir()
+        load_packed(tmp_path / half, artifact.digest, artifact.spec, partial(artifact.weights, half))
+        files.append((tmp_path / half / "cache/packed.bin").read_bytes())
+    assert len(files) == 2
+    assert files[0] == files[1]
