@@ -13,8 +13,10 @@ first in each round, on the same random token ids, new in each round. The table 
 and Nybble's ratio to the best peer. Decoding is greedy, and its rate counts the tokens after the first one;
 prefill is the prompt's tokens over the time to the first token. Memory is the peak of a new process that
 loads and generates 256 tokens; the start is from its launch to the first token of a prompt of 16, with
-files in the system's cache. Only one runtime works at a time: the largest share of a processor that another
-took meanwhile is in the JSON.
+files in the system's cache.
+
+Only one runtime works at a time. The JSON has the largest share of a processor that an idle one took
+meanwhile, and how busy the machine was between runs: where that is more than a few hundredths, run it again.
 """
 
 import argparse
@@ -88,9 +90,12 @@ class Worker:
     def ask(self, do: str, **request: Any) -> dict[str, Any]:
         assert self._child.stdin is not None
         assert self._child.stdout is not None
-        self._child.stdin.write(json.dumps({"do": do, **request}) + "\n")
-        self._child.stdin.flush()
-        line = self._child.stdout.readline()
+        try:
+            self._child.stdin.write(json.dumps({"do": do, **request}) + "\n")
+            self._child.stdin.flush()
+            line = self._child.stdout.readline()
+        except BrokenPipeError:
+            line = ""
         if not line:
             raise RuntimeError(f"{self._name} ended; see {self._log.name}")
         reply: dict[str, Any] = json.loads(line)
@@ -205,6 +210,17 @@ def measure_fresh(contender: Contender, threads: int, seed: str, log: Path) -> N
         worker.close()
 
 
+def busy_between() -> float:
+    """Waits until pools of threads that spin for a while sleep, then returns the share of the processors'
+    time that anything takes: another process, or a runtime that spins while idle."""
+    time.sleep(0.2)
+    before = [int(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    time.sleep(0.3)
+    after = [int(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    spent = [y - x for x, y in zip(before, after, strict=True)]
+    return 1 - (spent[3] + spent[4]) / max(1, sum(spent))
+
+
 def start(found: list[Contender], threads: int, log: Path) -> None:
     for contender in found:
         contender.worker = Worker(contender.python, contender.script, log)
@@ -214,13 +230,14 @@ def start(found: list[Contender], threads: int, log: Path) -> None:
             ask_run(contender, run, "warm", 4)
 
 
-def measure_round(found: list[Contender], number: int, threads: int, log: Path) -> float:
-    """One round of every case. Returns the largest share of a processor that an idle worker took."""
+def measure_round(found: list[Contender], number: int, threads: int, log: Path, busy: list[float]) -> float:
+    """One round of every case. Returns the largest share of a processor that an idle worker took, and adds to
+    `busy` what the machine did besides."""
     idle_share, turn = 0.0, number % len(found)
     for case in (*RUNS, None):
         for contender in found[turn:] + found[:turn]:
             others = [other.worker for other in found if other is not contender and other.worker]
-            time.sleep(0.3)  # pools of threads that spin for a while go to sleep
+            busy.append(busy_between())
             before, began = [other.processor_seconds() for other in others], time.perf_counter()
             if case is None:
                 measure_fresh(contender, threads, f"{number}", log)
@@ -266,7 +283,7 @@ def show(found: list[Contender]) -> None:
 
 
 def report(
-    found: list[Contender], arguments: argparse.Namespace, rounds: int, idle_share: float
+    found: list[Contender], arguments: argparse.Namespace, rounds: int, idle_share: float, busy: list[float]
 ) -> dict[str, Any]:
     cpu = next((x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), ":")
     peers = [name for name in PEERS if getattr(arguments, f"{name}_python")]
@@ -282,6 +299,7 @@ def report(
         "threads": arguments.threads,
         "rounds": rounds,
         "largest_idle_share": idle_share,
+        "mean_busy_between_runs": statistics.mean(busy),
         "runtimes": {contender.name: contender.about for contender in found},
         "cases": {
             case: {
@@ -344,11 +362,11 @@ def main() -> None:
     log = arguments.work / "peers.log"
     found = contenders(arguments, log)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    idle_share = 0.0
+    idle_share, busy = 0.0, list[float]()
     start(found, arguments.threads, log)
     for number in range(arguments.rounds):
-        idle_share = max(idle_share, measure_round(found, number, arguments.threads, log))
-        figures = report(found, arguments, number + 1, idle_share)
+        idle_share = max(idle_share, measure_round(found, number, arguments.threads, log, busy))
+        figures = report(found, arguments, number + 1, idle_share, busy)
         arguments.output.write_text(json.dumps(figures, indent=1) + "\n")
         print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
     for contender in found:
