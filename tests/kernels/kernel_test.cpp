@@ -1,8 +1,10 @@
 // Tests of the kernels that need no Python, so that they also run under sanitizers and emulators.
 //
-//   kernel_test                  every set this CPU has: what must hold in it, and the same bits as scalar
-//   kernel_test --list           their names, best first
-//   kernel_test --digest NAME    one set, and a digest of all its results, to compare between machines
+// Without arguments: every instruction set this CPU has, what must hold in it, and the same bits as scalar.
+// --list: their names, best first.
+// --digest NAME [PART...]: a digest of one set's results, to compare between machines. Parts are
+// elementwise, linear, attention and decoder; where none is named, all.
+#include <algorithm>
 #include <atomic>
 #include <new>
 
@@ -52,19 +54,31 @@ void operator delete(void* p, size_t, std::align_val_t) noexcept { std::free(p);
 namespace kernel_test {
 namespace {
 
-Results run(const std::string& name) {
+using Part = void (*)(const nybble::Kernels&, Results&);
+struct {
+    const char* name;
+    Part run;
+} constexpr kParts[] = {{"elementwise", test_elementwise},
+                        {"linear", test_linear},
+                        {"attention", test_attention},
+                        {"decoder", test_decoder}};
+
+// The named parts, or all where none is named.
+Results run(const std::string& name, const std::vector<std::string>& parts = {}) {
     const nybble::Kernels& kernels = nybble::select_kernels(name);
     Results results;
-    test_elementwise(kernels, results);
-    test_linear(kernels, results);
-    test_attention(kernels, results);
-    test_decoder(kernels, results);
+    for (const auto& part : kParts) {
+        if (parts.empty() || std::find(parts.begin(), parts.end(), part.name) != parts.end()) {
+            part.run(kernels, results);
+        }
+    }
     return results;
 }
 
-int print_digest(const std::string& name) {
+int print_digest(const std::string& name, const std::vector<std::string>& parts) {
     Digest digest;
-    for (const Results::Case& result : run(name).cases) digest.add(&result.digest, sizeof result.digest);
+    for (const Results::Case& result : run(name, parts).cases)
+        digest.add(&result.digest, sizeof result.digest);
     std::printf("%016llx\n", static_cast<unsigned long long>(digest.value()));
     return 0;
 }
@@ -100,8 +114,8 @@ int main(int argc, char** argv) {
         for (const std::string& name : nybble::supported_kernels()) std::printf("%s\n", name.c_str());
         return 0;
     }
-    if (option == "--digest" && argc == 3) return kernel_test::print_digest(argv[2]);
+    if (option == "--digest" && argc > 2) return kernel_test::print_digest(argv[2], {argv + 3, argv + argc});
     if (option.empty()) return kernel_test::compare_all();
-    std::fprintf(stderr, "usage: kernel_test [--list | --digest NAME]\n");
+    std::fprintf(stderr, "usage: kernel_test [--list | --digest NAME [PART...]]\n");
     return 2;
 }
