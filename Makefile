@@ -62,12 +62,12 @@ test-full: $(SETUP) lint types .venv-gptqmodel/.setup .venv-llamacpp/.setup
 lint: $(SETUP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files "runtime/kernels/*.cpp" "runtime/kernels/*.h")
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files "runtime/kernels/*.cpp" "runtime/kernels/*.h" "tests/kernels/*.cpp" "tests/kernels/*.h")
 
 format: $(SETUP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(git ls-files "runtime/kernels/*.cpp" "runtime/kernels/*.h")
+	$(BIN)/clang-format -i $$(git ls-files "runtime/kernels/*.cpp" "runtime/kernels/*.h" "tests/kernels/*.cpp" "tests/kernels/*.h")
 
 # On an installed wheel (without its binary, which types do not need), so that what is checked is what users get; the rooms' own names mean nothing in a checkout.
 types: $(SETUP)
