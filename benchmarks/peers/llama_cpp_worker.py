@@ -1,7 +1,9 @@
 """llama.cpp through llama-cpp-python's low-level interface: `llama_decode` and the largest logit.
 
 A build may lack instruction sets that this machine has; `about` says which are in use. All are with
-`CMAKE_ARGS="-DGGML_NATIVE=ON" pip install --no-binary llama-cpp-python llama-cpp-python`.
+`CMAKE_ARGS="-DGGML_NATIVE=ON" pip install --no-binary llama-cpp-python llama-cpp-python`. Under a hypervisor
+that lists AMX and does not grant it, that build ends with an illegal instruction: there, name the sets instead,
+`-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON`.
 """
 
 import ctypes
