@@ -2,7 +2,7 @@
 
 A build may lack instruction sets that this machine has; `about` says which are in use. All are with
 `CMAKE_ARGS="-DGGML_NATIVE=ON" pip install --no-binary llama-cpp-python llama-cpp-python`. Under a hypervisor
-that lists AMX and does not grant it, that build ends with an illegal instruction: there, name the sets instead,
+that lists AMX and does not grant it, that build ends with an illegal instruction: there, name the sets,
 `-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON`.
 """
 
