@@ -12,6 +12,7 @@ from decoders import (
     DECODED,
     MIXED,
     PROMPT,
+    UNUSUAL,
     Weights,
     greedy,
     load,
@@ -25,7 +26,6 @@ from numpy.typing import NDArray
 
 from nybble.export.weights import LogicalTensor
 from nybble.models.open import open_source
-from nybble.models.spec import ModelSpec, RopeSpec
 from nybble.runtime.ort_executor import OrtExecutor
 
 BOUND = 2e-3
@@ -103,25 +103,7 @@ def numpy_logits(weights: Weights, ids: list[int]) -> NDArray[np.float64]:
 
 
 def test_partial_rotation_soft_caps_and_scales_equal_numpy() -> None:
-    spec = ModelSpec(
-        model_type="test",
-        vocab_size=200,
-        hidden_size=48,
-        intermediate_size=80,
-        num_layers=3,
-        num_heads=6,
-        num_kv_heads=3,
-        head_dim=20,
-        max_position=256,
-        norm_eps=1e-5,
-        rope=RopeSpec(theta=10000.0, rotary_dim=12),
-        activation="relu",
-        sliding_windows=(9, None, 9),
-        attention_softcap=2.5,
-        logit_softcap=4.0,
-        embedding_scale=3.0,
-        attention_scale=0.3,
-    )
+    spec = UNUSUAL
     rng = np.random.default_rng(5)
     tensors: dict[str, LogicalTensor] = {
         name: (rng.normal(size=shape) * (0.2 if len(shape) == 2 else 1)).astype(np.float32)

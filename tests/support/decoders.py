@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from nybble.export.weights import LogicalTensor
 from nybble.models.open import open_source
-from nybble.models.spec import ModelSpec
+from nybble.models.spec import ModelSpec, RopeSpec
 from nybble.quant.packing import QuantizedTensor, quantize_head
 from nybble.quant.recipe import Recipe
 from nybble.quant.rtn import quantize_rtn
@@ -188,3 +188,25 @@ def greedy(
                 chosen[i].append(row.copy())
                 texts[i].append(int(row.argmax()))
     return chosen
+
+
+# What transformers' llama lacks: partial rotation, soft caps, scales, windows of some layers, odd sizes.
+UNUSUAL = ModelSpec(
+    model_type="test",
+    vocab_size=200,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=3,
+    head_dim=20,
+    max_position=256,
+    norm_eps=1e-5,
+    rope=RopeSpec(theta=10000.0, rotary_dim=12),
+    activation="relu",
+    sliding_windows=(9, None, 9),
+    attention_softcap=2.5,
+    logit_softcap=4.0,
+    embedding_scale=3.0,
+    attention_scale=0.3,
+)
