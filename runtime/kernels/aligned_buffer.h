@@ -1,0 +1,25 @@
+// Memory for weights, pages and a step's rows.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace nybble {
+
+// Zeroed memory aligned to pages of the system. What is never written never becomes resident.
+class AlignedBuffer {
+  public:
+    void allocate(size_t bytes);
+    uint8_t* data() const { return data_; }
+    float* floats() const { return reinterpret_cast<float*>(data_); }
+
+  private:
+    struct Free {
+        void operator()(uint8_t* p) const;
+    };
+    std::unique_ptr<uint8_t, Free> allocation_;
+    uint8_t* data_ = nullptr;
+};
+
+}  // namespace nybble

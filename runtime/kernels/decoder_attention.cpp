@@ -1,0 +1,110 @@
+// The phases of a layer between its projections: rotary embedding, the cache, attention.
+#include <algorithm>
+#include <cstring>
+
+#include "decoder.h"
+
+namespace nybble {
+namespace {
+
+constexpr float kLog2E = 1.44269504f;
+
+}  // namespace
+
+// Bias, q/k norm and rotary embedding; keys and values go to the cache, queries are scaled for the softmax.
+void Decoder::rotate_and_store(int thread, int layer) {
+    StepBuffers& b = buffers_;
+    const LayerWeights& w = weights_.layers[layer];
+    const int head_dim = config_.head_dim, half = static_cast<int>(config_.inv_freq.size());
+    const int padded = round_up(head_dim, 16), group = config_.group_of_layer[layer];
+    const int32_t* slots = input_->slot_mapping + static_cast<size_t>(group) * input_->tokens;
+    const float scale = config_.softmax_scale * (config_.attention_softcap > 0 ? 1.0f : kLog2E);
+    uint8_t* layer_pages = pages(layer);
+    float* row = reinterpret_cast<float*>(b.scratch(thread));
+    std::fill_n(row, padded, 0.0f);
+    const auto prepare = [&](float* head, const std::vector<float>& norm, int t) {
+        if (!norm.empty()) {
+            std::memcpy(row, head, head_dim * sizeof(float));
+            kernels_.rms_norm(row, norm.data(), config_.norm_eps, head_dim, row);
+            std::memcpy(head, row, head_dim * sizeof(float));
+        }
+        kernels_.rope(head, b.cos.data() + static_cast<size_t>(t) * half,
+                      b.sin.data() + static_cast<size_t>(t) * half, half);
+    };
+    each_token(thread, input_->tokens, [&](int t) {
+        float* q = b.projected.floats() + static_cast<size_t>(t) * b.qkv;
+        float* k = q + b.q;
+        float* v = k + b.kv;
+        if (!w.biases[kQ].empty()) kernels_.add(q, w.biases[kQ].data(), b.q);
+        if (!w.biases[kK].empty()) kernels_.add(k, w.biases[kK].data(), b.kv);
+        if (!w.biases[kV].empty()) kernels_.add(v, w.biases[kV].data(), b.kv);
+        for (int h = 0; h < config_.num_heads; ++h) prepare(q + h * head_dim, w.q_norm, t);
+        kernels_.scale(q, scale, b.q);
+        const int32_t slot = slots[t];
+        for (int h = 0; h < config_.num_kv_heads; ++h) {
+            prepare(k + h * head_dim, w.k_norm, t);
+            if (slot < 0) continue;
+            uint8_t* page = layer_pages + static_cast<size_t>(slot / kPageTokens) * kv_shape_.page_bytes() +
+                            static_cast<size_t>(h) * kv_shape_.head_bytes();
+            kernels_.store_kv(kv_shape_, page, slot % kPageTokens, k + h * head_dim, v + h * head_dim);
+        }
+    });
+}
+
+void Decoder::attend(int thread, int layer, std::atomic<int>& next) {
+    StepBuffers& b = buffers_;
+    const int group = config_.group_of_layer[layer], head_dim = config_.head_dim;
+    const int heads_per_group = config_.num_heads / config_.num_kv_heads, padded = round_up(head_dim, 16);
+    const std::vector<AttentionItem>& items = plan_.items(group);
+    uint8_t* scratch = b.scratch(thread);
+    const int count = static_cast<int>(items.size());
+    for (int index; (index = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+        const AttentionItem& item = items[index];
+        const int token = input_->cu_seqlens[item.sequence] + item.query_begin;
+        AttentionTask task{};
+        task.shape = kv_shape_;
+        task.pages = pages(layer);
+        task.block_table =
+            input_->block_table +
+            (static_cast<size_t>(group) * input_->sequences + item.sequence) * input_->max_blocks;
+        task.head = item.head;
+        task.group = heads_per_group;
+        const int offset = item.head * heads_per_group * head_dim;
+        task.queries = b.projected.floats() + static_cast<size_t>(token) * b.qkv + offset;
+        task.query_stride = b.qkv;
+        task.query_count = item.query_count;
+        task.first_position = plan_.position_of(token);
+        task.window = config_.window_of_layer[layer];
+        task.softcap = config_.attention_softcap;
+        task.segment_begin = item.segment_begin;
+        task.segment_end = item.segment_end;
+        task.output = b.attended.floats() + static_cast<size_t>(token) * b.q + offset;
+        task.output_stride = b.q;
+        if (item.in_parts) {
+            const size_t part = b.first_part(item.sequence, item.head);
+            task.parts = b.parts.data() + part;
+            task.part_values = b.part_values.floats() + part * padded;
+        }
+        kernels_.attend(task, scratch);
+    }
+}
+
+// Merges the rows of sequences whose attention was split over segments.
+void Decoder::merge_attention(int thread, int group) {
+    StepBuffers& b = buffers_;
+    const int head_dim = config_.head_dim, padded = round_up(head_dim, 16);
+    const int heads_per_group = config_.num_heads / config_.num_kv_heads;
+    each_token(thread, input_->tokens, [&](int t) {
+        const int sequence = plan_.sequence_of(t);
+        const SegmentRange segments = plan_.parts_of(group, sequence);
+        if (segments.begin == segments.end) return;
+        for (int h = 0; h < config_.num_heads; ++h) {
+            const size_t part = b.first_part(sequence, h / heads_per_group);
+            kernels_.merge_parts(b.parts.data() + part, b.part_values.floats() + part * padded,
+                                 segments.begin, segments.end, heads_per_group, h % heads_per_group, head_dim,
+                                 b.attended.floats() + static_cast<size_t>(t) * b.q + h * head_dim);
+        }
+    });
+}
+
+}  // namespace nybble

@@ -1,0 +1,51 @@
+// What a decoder is made of: its sizes, and its weights in packed form.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels.h"
+#include "layout.h"
+
+namespace nybble {
+
+struct DecoderConfig {
+    int vocab_size = 0;
+    int hidden_size = 0;
+    int intermediate_size = 0;
+    int num_layers = 0;
+    int num_heads = 0;
+    int num_kv_heads = 0;
+    int head_dim = 0;
+    int max_position = 0;
+    float norm_eps = 0;
+    Activation activation = Activation::kSilu;
+    float attention_softcap = 0;  // 0 is none
+    float logit_softcap = 0;
+    float embedding_scale = 1;
+    float softmax_scale = 1;
+    std::vector<float> inv_freq;  // [rotary_dim / 2]
+    float rope_attention_factor = 1;
+    std::vector<int> window_of_layer;  // tokens, 0 is all
+    std::vector<int> group_of_layer;   // row of block_table and slot_mapping
+    int num_groups = 1;
+};
+
+enum LinearIndex { kQ, kK, kV, kO, kGate, kUp, kDown, kLinearCount };
+
+// Vectors are zero padded to a multiple of 32; an empty one is absent.
+struct LayerWeights {
+    PackedLinear linears[kLinearCount];
+    std::vector<float> biases[kLinearCount];
+    std::vector<int32_t> permutations[kLinearCount];  // stored column j is the input's column permutation[j]
+    std::vector<float> input_norm, post_norm, q_norm, k_norm;
+};
+
+struct DecoderWeights {
+    std::vector<LayerWeights> layers;
+    PackedLinear embedding;  // symmetric, 8 bits
+    PackedLinear head;       // the embedding again when tied
+    std::vector<float> final_norm;
+};
+
+}  // namespace nybble

@@ -1,0 +1,25 @@
+// The matrix products of one phase, dealt to threads in small pieces. A piece is whole output rows: no sum is
+// divided.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace nybble {
+
+struct LinearJob {
+    const PackedLinear* linear;
+    Activations input;  // of equally many tokens in all jobs of a phase
+    float* out;         // [tokens][stride]
+    size_t stride;
+};
+
+// One thread's part: takes pieces from `next`, which starts at 0, until none is left. `scratch` has
+// `panel_scratch` bytes.
+void run_linear_jobs(const Kernels& kernels, const LinearJob* jobs, int count, int threads,
+                     std::atomic<int>& next, uint8_t* scratch);
+
+}  // namespace nybble

@@ -1,0 +1,51 @@
+#include "step_buffers.h"
+
+#include <algorithm>
+
+namespace nybble {
+
+StepBuffers::StepBuffers(const DecoderConfig& config, const StepPlan& plan, int threads, size_t scratch_bytes)
+    : hidden(round_up(config.hidden_size, kSlice)),
+      inner(round_up(config.intermediate_size, kSlice)),
+      q(round_up(config.num_heads * config.head_dim, kSlice)),
+      kv(round_up(config.num_kv_heads * config.head_dim, kSlice)),
+      qkv(q + 2 * kv),
+      gate_up(2 * inner),
+      num_kv_heads_(config.num_kv_heads),
+      widest_(std::max({hidden, q, inner})),
+      projected_(std::max({hidden, qkv, gate_up})),
+      rotary_half_(static_cast<int>(config.inv_freq.size())),
+      parts_of_head_(static_cast<size_t>(plan.max_segments()) * (config.num_heads / config.num_kv_heads)),
+      // A row in the order of a permutation is put together there too.
+      scratch_bytes_((std::max(scratch_bytes, widest_ * sizeof(float)) + 4095) / 4096 * 4096) {
+    scratch_.allocate(scratch_bytes_ * threads);
+    const size_t count = first_part(plan.max_split_sequences(), 0);
+    parts.resize(count);
+    part_values.allocate(count * round_up(config.head_dim, 16) * sizeof(float));
+}
+
+// A size counts only once all its buffers are there: after a failure the next step makes them again.
+void StepBuffers::reserve(int tokens, int rows) {
+    constexpr size_t kActivation = kActivationBytes / kBlockTokens;  // of a token and slice
+    if (tokens > tokens_) {
+        const size_t t = round_up(tokens, kBlockTokens);
+        tokens_ = 0;
+        residual.allocate(t * hidden * sizeof(float));
+        normed.allocate(t * widest_ * sizeof(float));
+        projected.allocate(t * projected_ * sizeof(float));
+        attended.allocate(t * q * sizeof(float));
+        for (AlignedBuffer& a : activations) a.allocate(t * slices_of(widest_) * kActivation);
+        cos.resize(t * rotary_half_);
+        sin.resize(t * rotary_half_);
+        tokens_ = static_cast<int>(t);
+    }
+    if (rows > rows_) {
+        const size_t r = round_up(rows, kBlockTokens);
+        rows_ = 0;
+        picked.allocate(r * hidden * sizeof(float));
+        head_activations.allocate(r * slices_of(hidden) * kActivation);
+        rows_ = static_cast<int>(r);
+    }
+}
+
+}  // namespace nybble

@@ -1,0 +1,48 @@
+// Everything that a step writes besides the cache and the logits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "aligned_buffer.h"
+#include "decoder_weights.h"
+#include "step_plan.h"
+
+namespace nybble {
+
+class StepBuffers {
+  public:
+    // `scratch_bytes` is what one thread needs.
+    StepBuffers(const DecoderConfig& config, const StepPlan& plan, int threads, size_t scratch_bytes);
+
+    // Room for steps of up to `tokens` tokens and `rows` rows of logits; grows only.
+    void reserve(int tokens, int rows);
+
+    int tokens() const { return tokens_; }
+    uint8_t* scratch(int thread) const { return scratch_.data() + scratch_bytes_ * thread; }
+    // The first part of a split sequence and KV head; its parts are [segments][heads of the group].
+    size_t first_part(int sequence, int head) const {
+        return (static_cast<size_t>(sequence) * num_kv_heads_ + head) * parts_of_head_;
+    }
+
+    // Elements of a row, padded to whole slices.
+    const int hidden, inner, q, kv, qkv, gate_up;
+    AlignedBuffer residual;   // [tokens][hidden]
+    AlignedBuffer normed;     // [tokens][hidden or inner]: rows on their way into linear layers
+    AlignedBuffer projected;  // [tokens][qkv, hidden or gate_up]: what linear layers gave
+    AlignedBuffer attended;   // [tokens][q]
+    AlignedBuffer picked;     // [rows][hidden]
+    AlignedBuffer activations[3], head_activations;  // quantized inputs: one a permutation; the head's
+    std::vector<float> cos, sin;                     // [tokens][rotary_dim / 2]
+    std::vector<SoftmaxPart> parts;
+    AlignedBuffer part_values;  // [parts][head_dim rounded up to 16]
+
+  private:
+    const int num_kv_heads_, widest_, projected_, rotary_half_;
+    const size_t parts_of_head_, scratch_bytes_;
+    int tokens_ = 0, rows_ = 0;
+    AlignedBuffer scratch_;
+};
+
+}  // namespace nybble
