@@ -18,6 +18,19 @@ size_t scratch_of_thread(const DecoderConfig& config, const Kernels& kernels) {
     return std::max(kernels.attention_scratch(group, config.head_dim), kernels.panel_scratch());
 }
 
+// Once for all steps: comparing permutations takes longer than a phase.
+DecoderWeights with_input_slots(DecoderWeights weights) {
+    constexpr LinearIndex kFirstOfPhase[] = {kQ, kQ, kQ, kO, kGate, kGate, kDown};
+    for (LayerWeights& layer : weights.layers) {
+        for (int i = 0; i < kLinearCount; ++i) {
+            int j = kFirstOfPhase[i];
+            while (layer.permutations[j] != layer.permutations[i]) ++j;
+            layer.input_slots[i] = j - kFirstOfPhase[i];
+        }
+    }
+    return weights;
+}
+
 // A row of a packed linear layer in float32: what the integers stand for.
 void dequantize_row(const PackedLinear& w, int row, float* out) {
     const int lane = row % kTileRows;
@@ -42,7 +55,7 @@ void dequantize_row(const PackedLinear& w, int row, float* out) {
 
 Decoder::Decoder(DecoderConfig config, DecoderWeights weights, int threads, const Kernels& kernels)
     : config_(std::move(config)),
-      weights_(std::move(weights)),
+      weights_(with_input_slots(std::move(weights))),
       kernels_(kernels),
       pool_(threads),
       plan_(config_, threads),
@@ -147,14 +160,6 @@ void Decoder::normalize(int thread, const std::vector<float>& weight) {
     });
 }
 
-// Which activations the i-th linear layer from `first` takes: the earliest with the same permutation.
-int Decoder::input_slot(const LayerWeights& layer, LinearIndex first, int i) {
-    for (int j = 0; j < i; ++j) {
-        if (layer.permutations[first + j] == layer.permutations[first + i]) return j;
-    }
-    return i;
-}
-
 // Quantizes rows as the inputs of `count` linear layers from `first`; those with the same permutation share.
 void Decoder::quantize_inputs(int thread, const LayerWeights& layer, LinearIndex first, int count,
                               const float* rows, int stride) {
@@ -162,7 +167,7 @@ void Decoder::quantize_inputs(int thread, const LayerWeights& layer, LinearIndex
     const int columns = layer.linears[first].columns;
     for (int i = 0; i < count; ++i) {
         const std::vector<int32_t>& permutation = layer.permutations[first + i];
-        if (input_slot(layer, first, i) != i) continue;
+        if (layer.input_slots[first + i] != i) continue;
         const Activations out{b.activations[i].data(), input_->tokens, slices_of(columns)};
         if (permutation.empty()) {
             each_token(thread, input_->tokens,
@@ -185,7 +190,7 @@ void Decoder::linears(int thread, const LayerWeights& layer, LinearIndex first, 
     LinearJob jobs[3];
     for (int i = 0; i < count; ++i) {
         const PackedLinear& w = layer.linears[first + i];
-        const Activations input{b.activations[input_slot(layer, first, i)].data(), input_->tokens,
+        const Activations input{b.activations[layer.input_slots[first + i]].data(), input_->tokens,
                                 w.slices()};
         jobs[i] = {&w, input, out, static_cast<size_t>(stride)};
         out += round_up(w.rows, kSlice);

@@ -46,7 +46,6 @@ class Decoder {
     void run(int thread);
     void embed(int thread);
     void normalize(int thread, const std::vector<float>& weight);
-    static int input_slot(const LayerWeights& layer, LinearIndex first, int i);
     void quantize_inputs(int thread, const LayerWeights& layer, LinearIndex first, int count,
                          const float* rows, int stride);
     void linears(int thread, const LayerWeights& layer, LinearIndex first, int count, float* out, int stride,

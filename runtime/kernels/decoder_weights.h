@@ -39,6 +39,9 @@ struct LayerWeights {
     std::vector<float> biases[kLinearCount];
     std::vector<int32_t> permutations[kLinearCount];  // stored column j is the input's column permutation[j]
     std::vector<float> input_norm, post_norm, q_norm, k_norm;
+    // Which of their phase's quantized inputs they read: the earliest of an equal permutation, counted from
+    // the phase's first. The decoder fills them.
+    int input_slots[kLinearCount] = {};
 };
 
 struct DecoderWeights {

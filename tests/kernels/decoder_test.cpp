@@ -73,6 +73,8 @@ Model make_model(Random& random, bool capped) {
                 for (int column : shuffled(random, columns[i])) layer.permutations[i].push_back(column);
             }
         }
+        // Inputs are shared where permutations are equal, in any order: here by the first and the last.
+        if (&layer == &model.weights.layers[1]) layer.permutations[kV] = layer.permutations[kQ];
         layer.input_norm = padded(random.uniforms(c.hidden_size, 0.3f, 1.0f));
         layer.post_norm = padded(random.uniforms(c.hidden_size, 0.3f, 1.0f));
         if (!capped) layer.q_norm = padded(random.uniforms(c.head_dim, 0.3f, 1.0f));

@@ -395,6 +395,27 @@ def test_sizes_that_fill_no_tile(hidden_size: int, permuted: bool) -> None:
         executor.close()
 
 
+@pytest.mark.parametrize("sharing", [(0, None, 0), (None, 0, 0), (0, 0, 1), (0, 1, None)])
+def test_linear_layers_share_an_input_only_in_the_same_order(sharing: tuple[int | None, ...]) -> None:
+    from nybble.runtime.ort_executor import OrtExecutor
+
+    weights = random_weights(odd_spec(), False, False)
+    columns = weights.spec.hidden_size
+    orders = [np.random.default_rng(n).permutation(columns).astype(np.int32) for n in (1, 2)]
+    for layer in range(weights.spec.num_layers):
+        for linear, order in zip(weights.spec.linears(layer), sharing, strict=False):  # q, k and v come first
+            tensor = weights.tensors[linear.name]
+            assert isinstance(tensor, QuantizedTensor)
+            if order is not None:
+                weights.tensors[linear.name] = replace(tensor, permutation=orders[order])
+    ids = some_ids(weights.spec.vocab_size, 40)
+    with OrtExecutor.from_weights(weights, threads=1, accuracy_level=0) as reference:
+        expected = paged_logits(reference, ids)
+    executor = CpuExecutor(weights, threads=2)
+    assert mean_kl(expected, paged_logits(executor, ids, 33)) < 5e-3
+    executor.close()
+
+
 def test_a_permutation_of_very_many_columns() -> None:
     spec = odd_spec(hidden_size=32, intermediate_size=90_000, num_layers=1)
     weights = random_weights(spec, True, True)
