@@ -49,10 +49,11 @@ struct PackedLinear {
     size_t bytes() const { return tile_bytes() * tile_count(); }
 };
 
-// Quantized activations: per block of 4 tokens and slice, 160 bytes: s8 [4][32], f32 scale [4], i32 sum [4].
+// Quantized activations: per block of 4 tokens and slice, 160 bytes: s8 [4][32], f32 scale [4], i32 minus the sum
+// of the slice [4]: with the zero point it is what an integer accumulator starts from.
 constexpr int kActivationBytes = kBlockTokens * (kSlice + 4 + 4);
 constexpr int kActivationScales = kBlockTokens * kSlice;
-constexpr int kActivationSums = kActivationScales + kBlockTokens * 4;
+constexpr int kActivationMinusSums = kActivationScales + kBlockTokens * 4;
 
 struct Activations {
     uint8_t* data = nullptr;

@@ -63,9 +63,9 @@ Inputs quantized(const Kernels& kernels, Random& random, int columns) {
             const uint8_t* block = out.block(t / kBlockTokens) + static_cast<size_t>(s) * kActivationBytes;
             const int place = t % kBlockTokens;
             float scale;
-            int32_t sum, expected_sum = 0;
+            int32_t minus_sum, expected_sum = 0;
             std::memcpy(&scale, block + kActivationScales + place * 4, 4);
-            std::memcpy(&sum, block + kActivationSums + place * 4, 4);
+            std::memcpy(&minus_sum, block + kActivationMinusSums + place * 4, 4);
             for (int k = 0; k < kSlice; ++k) {
                 const int q = static_cast<int8_t>(block[place * kSlice + k]);
                 const double value = static_cast<double>(scale) * q, x = row[s * kSlice + k];
@@ -74,7 +74,7 @@ Inputs quantized(const Kernels& kernels, Random& random, int columns) {
                 expected_sum += q;
                 if (s * kSlice + k < columns) in.values.push_back(value);
             }
-            check(sum == expected_sum, "the stored sum is that of the slice");
+            check(minus_sum == -expected_sum, "the stored sum is that of the slice, negated");
         }
     }
     return in;
@@ -100,7 +100,7 @@ class Product {
                 uint8_t* to = block.data() + s * kActivationBytes;
                 std::memcpy(to, from + place * kSlice, kSlice);
                 std::memcpy(to + kActivationScales, from + kActivationScales + place * 4, 4);
-                std::memcpy(to + kActivationSums, from + kActivationSums + place * 4, 4);
+                std::memcpy(to + kActivationMinusSums, from + kActivationMinusSums + place * 4, 4);
             }
             kernels_.linear_rows(w_, one, y.data() + t * stride(), stride(), 0, w_.tile_count());
         }

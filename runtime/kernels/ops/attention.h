@@ -45,6 +45,15 @@ inline float finite(float x, float limit) {
     return low < limit ? low : limit;
 }
 
+// The same for 16 elements, of which `count` exist; the rest are 0.
+inline F32 finite16(const float* x, int count, float limit) {
+    alignas(64) float lanes[16] = {};
+    if (count < 16) x = static_cast<const float*>(std::memcpy(lanes, x, count * sizeof(float)));
+    const F32 high = set1(limit), low = set1(-limit), v = load(x);
+    const F32 raised = select_less(low, v, v, low);
+    return select_less(raised, high, raised, high);
+}
+
 inline float int8_scale(const float* row, int n) {
     float largest = 0.0f;
     for (int d = 0; d < n; ++d) {
@@ -69,15 +78,12 @@ void store_kv(const KvShape& shape, uint8_t* page, int slot, const float* key, c
     } else if (shape.type == KvType::kF16) {
         uint16_t* k = reinterpret_cast<uint16_t*>(page);
         uint16_t* v = reinterpret_cast<uint16_t*>(values) + static_cast<size_t>(slot) * padded;
-        alignas(64) float lanes[16];
         alignas(64) uint16_t halves[16];
         for (int begin = 0; begin < padded; begin += 16) {
             const int count = std::min(16, n - begin);
-            for (int d = 0; d < 16; ++d) lanes[d] = d < count ? finite(key[begin + d], 65504.0f) : 0.0f;
-            store_f16(halves, load(lanes));
+            store_f16(halves, finite16(key + begin, count, 65504.0f));
             for (int d = 0; d < count; ++d) k[(begin + d) * kPageTokens + slot] = halves[d];
-            for (int d = 0; d < 16; ++d) lanes[d] = d < count ? finite(value[begin + d], 65504.0f) : 0.0f;
-            store_f16(v + begin, load(lanes));
+            store_f16(v + begin, finite16(value + begin, count, 65504.0f));
         }
     } else {
         int8_t* k = reinterpret_cast<int8_t*>(page);

@@ -58,21 +58,26 @@ void rms_norm(const float* x, const float* weight, float epsilon, int n, float* 
     for (int i = 0; i < n; i += 16) store(out + i, mul(mul(load(x + i), factor), load(weight + i)));
 }
 
-// Halves of any length: what does not fill 16 lanes goes through a padded copy, with the same arithmetic.
+inline void rotate16(float* a, float* b, const float* cos, const float* sin) {
+    const F32 first = load(a), second = load(b), c = load(cos), s = load(sin);
+    store(a, fma(first, c, sub(zero(), mul(second, s))));
+    store(b, fma(first, s, mul(second, c)));
+}
+
+// What does not fill 16 lanes goes through a padded copy, with the same arithmetic.
 void rope(float* head, const float* cos, const float* sin, int half) {
-    for (int i = 0; i < half; i += 16) {
-        const int count = std::min(16, half - i);
-        alignas(64) float a[16] = {}, b[16] = {}, c[16] = {}, s[16] = {};
-        std::memcpy(a, head + i, count * sizeof(float));
-        std::memcpy(b, head + half + i, count * sizeof(float));
-        std::memcpy(c, cos + i, count * sizeof(float));
-        std::memcpy(s, sin + i, count * sizeof(float));
-        const F32 first = load(a), second = load(b), co = load(c), si = load(s);
-        store(a, fma(first, co, sub(zero(), mul(second, si))));
-        store(b, fma(first, si, mul(second, co)));
-        std::memcpy(head + i, a, count * sizeof(float));
-        std::memcpy(head + half + i, b, count * sizeof(float));
-    }
+    int i = 0;
+    for (; i + 16 <= half; i += 16) rotate16(head + i, head + half + i, cos + i, sin + i);
+    if (i == half) return;
+    const size_t bytes = (half - i) * sizeof(float);
+    alignas(64) float a[16] = {}, b[16] = {}, c[16] = {}, s[16] = {};
+    std::memcpy(a, head + i, bytes);
+    std::memcpy(b, head + half + i, bytes);
+    std::memcpy(c, cos + i, bytes);
+    std::memcpy(s, sin + i, bytes);
+    rotate16(a, b, c, s);
+    std::memcpy(head + i, a, bytes);
+    std::memcpy(head + half + i, b, bytes);
 }
 
 void gated(const float* gate, const float* up, Activation activation, int n, float* out) {

@@ -28,9 +28,9 @@ inline void quantize(const float* row, int token, Activations out) {
         int8_t* q = reinterpret_cast<int8_t*>(block) + place * kSlice;
         store_s8(q, qa);
         store_s8(q + 16, qb);
-        const int32_t sum = reduce_add(add(qa, qb));
+        const int32_t minus_sum = -reduce_add(add(qa, qb));
         std::memcpy(block + kActivationScales + place * 4, &scale, 4);
-        std::memcpy(block + kActivationSums + place * 4, &sum, 4);
+        std::memcpy(block + kActivationMinusSums + place * 4, &minus_sum, 4);
     }
 }
 
@@ -51,17 +51,17 @@ inline Header read_header(const uint8_t* p) {
 
 // What the integer accumulator starts from: minus zero point times the sum of the activations.
 template <int kBits, WeightKind kKind>
-inline I32 initial(int32_t sum, const Header& header) {
-    if constexpr (kKind == WeightKind::kSymmetric) return set1(-sum * (1 << (kBits - 1)));
-    if constexpr (kKind == WeightKind::kZeroPoint) return mul_16(header.zero, set1(-sum));
+inline I32 initial(int32_t minus_sum, const Header& header) {
+    if constexpr (kKind == WeightKind::kSymmetric) return shift_left<kBits - 1>(set1(minus_sum));
+    if constexpr (kKind == WeightKind::kZeroPoint) return mul_16(header.zero, set1(minus_sum));
     return set1(0);
 }
 
 template <WeightKind kKind>
-inline F32 accumulate(F32 acc, I32 dot, float scale, int32_t sum, const Header& header) {
+inline F32 accumulate(F32 acc, I32 dot, float scale, int32_t minus_sum, const Header& header) {
     acc = fma(mul(to_float(dot), set1(scale)), header.scale, acc);
     if constexpr (kKind == WeightKind::kMinimum) {
-        acc = fma(set1(scale * static_cast<float>(sum)), header.minimum, acc);
+        acc = fma(set1(scale * -static_cast<float>(minus_sum)), header.minimum, acc);
     }
     return acc;
 }
@@ -71,9 +71,9 @@ inline float activation_scale(const uint8_t* block, int token) {
     std::memcpy(&x, block + kActivationScales + token * 4, 4);
     return x;
 }
-inline int32_t activation_sum(const uint8_t* block, int token) {
+inline int32_t activation_minus_sum(const uint8_t* block, int token) {
     int32_t x;
-    std::memcpy(&x, block + kActivationSums + token * 4, 4);
+    std::memcpy(&x, block + kActivationMinusSums + token * 4, 4);
     return x;
 }
 
@@ -125,15 +125,16 @@ inline void few_tokens(const PackedLinear& w, Activations x, int token, float* y
                 const int place = (token + i) % kBlockTokens;
                 const uint8_t* b = block + (token % kBlockTokens + i) / kBlockTokens * block_stride;
                 const int8_t* q = reinterpret_cast<const int8_t*>(b) + place * kSlice;
-                const int32_t sum = activation_sum(b, place);
-                I32 even = initial<kBits, kKind>(sum, header[n]), odd = set1(0);
+                const int32_t minus_sum = activation_minus_sum(b, place);
+                I32 even = initial<kBits, kKind>(minus_sum, header[n]), odd = set1(0);
 #pragma GCC unroll 4
                 for (int j = 0; j < 8; j += 2) {
                     even = dot4<kBits == 8>(even, weights[j], broadcast4(q + j * 4));
                     odd = dot4<kBits == 8>(odd, weights[j + 1], broadcast4(q + j * 4 + 4));
                 }
                 acc[i][n] =
-                    accumulate<kKind>(acc[i][n], add(even, odd), activation_scale(b, place), sum, header[n]);
+                    accumulate<kKind>(acc[i][n], add(even, odd), activation_scale(b, place), minus_sum,
+                                          header[n]);
             }
         }
     }
@@ -211,11 +212,10 @@ void unpack_panel(const PackedLinear& w, int tile_begin, int tiles, int slice_be
     }
 }
 
-// The register block: kTiles tiles by kTokens tokens of one activation block, over a chunk of slices.
+// The register block: kTiles tiles by kTokens tokens of one activation block, over a chunk of slices. `panel` and
+// `out` begin at the first tile and token, so that every offset is a constant.
 template <int kBits, WeightKind kKind, int kTiles, int kTokens>
-void micro_kernel(const uint8_t* panel, const uint8_t* block, int tile, int token, int slices, float* results,
-                  bool first) {
-    float* out = results + (token * kPanelTiles + tile) * kTileRows;
+void micro_kernel(const uint8_t* panel, const uint8_t* block, int token, int slices, float* out, bool first) {
     F32 acc[kTokens][kTiles];
     for (int i = 0; i < kTokens; ++i) {
         for (int n = 0; n < kTiles; ++n) {
@@ -229,23 +229,23 @@ void micro_kernel(const uint8_t* panel, const uint8_t* block, int tile, int toke
         I32 dot[kTokens][kTiles];
 #pragma GCC unroll 4
         for (int n = 0; n < kTiles; ++n) {
-            const uint8_t* offsets = scales + kPanelTiles * 64 + (tile + n) * 64;
+            const uint8_t* offsets = scales + kPanelTiles * 64 + n * 64;
             if constexpr (kKind == WeightKind::kZeroPoint) {
                 header[n].zero = load_int(reinterpret_cast<const int32_t*>(offsets));
             }
         }
 #pragma GCC unroll 4
         for (int i = 0; i < kTokens; ++i) {
-            const int32_t sum = activation_sum(block, token + i);
+            const int32_t minus_sum = activation_minus_sum(block, token + i);
 #pragma GCC unroll 4
-            for (int n = 0; n < kTiles; ++n) dot[i][n] = initial<kBits, kKind>(sum, header[n]);
+            for (int n = 0; n < kTiles; ++n) dot[i][n] = initial<kBits, kKind>(minus_sum, header[n]);
         }
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j) {
             Bytes weights[kTiles];
 #pragma GCC unroll 4
             for (int n = 0; n < kTiles; ++n)
-                weights[n] = load_bytes(panel + (j * kPanelTiles + tile + n) * 64);
+                weights[n] = load_bytes(panel + (j * kPanelTiles + n) * 64);
 #pragma GCC unroll 4
             for (int i = 0; i < kTokens; ++i) {
                 const Bytes activation = broadcast4(q + i * kSlice + j * 4);
@@ -257,19 +257,19 @@ void micro_kernel(const uint8_t* panel, const uint8_t* block, int tile, int toke
         }
 #pragma GCC unroll 4
         for (int n = 0; n < kTiles; ++n) {
-            header[n].scale = load(reinterpret_cast<const float*>(scales + (tile + n) * 64));
+            header[n].scale = load(reinterpret_cast<const float*>(scales + n * 64));
             if constexpr (kKind == WeightKind::kMinimum) {
                 header[n].minimum =
-                    load(reinterpret_cast<const float*>(scales + kPanelTiles * 64 + (tile + n) * 64));
+                    load(reinterpret_cast<const float*>(scales + kPanelTiles * 64 + n * 64));
             }
         }
 #pragma GCC unroll 4
         for (int i = 0; i < kTokens; ++i) {
             const float scale = activation_scale(block, token + i);
-            const int32_t sum = activation_sum(block, token + i);
+            const int32_t minus_sum = activation_minus_sum(block, token + i);
 #pragma GCC unroll 4
             for (int n = 0; n < kTiles; ++n) {
-                acc[i][n] = accumulate<kKind>(acc[i][n], dot[i][n], scale, sum, header[n]);
+                acc[i][n] = accumulate<kKind>(acc[i][n], dot[i][n], scale, minus_sum, header[n]);
             }
         }
     }
@@ -281,13 +281,15 @@ void micro_kernel(const uint8_t* panel, const uint8_t* block, int tile, int toke
 template <int kBits, WeightKind kKind, int kTokens>
 inline void micro_tiles(const uint8_t* panel, const uint8_t* block, int tiles, int token, int slices,
                         float* results, bool first) {
+    float* out = results + token * kPanelTiles * kTileRows;
     int tile = 0;
     for (; tile + kTilesPerBlock <= tiles; tile += kTilesPerBlock) {
-        micro_kernel<kBits, kKind, kTilesPerBlock, kTokens>(panel, block, tile, token, slices, results,
-                                                            first);
+        micro_kernel<kBits, kKind, kTilesPerBlock, kTokens>(panel + tile * 64, block, token, slices,
+                                                            out + tile * kTileRows, first);
     }
     for (; tile < tiles; ++tile) {
-        micro_kernel<kBits, kKind, 1, kTokens>(panel, block, tile, token, slices, results, first);
+        micro_kernel<kBits, kKind, 1, kTokens>(panel + tile * 64, block, token, slices,
+                                               out + tile * kTileRows, first);
     }
 }
 

@@ -78,6 +78,10 @@ inline I32 sub(I32 x, I32 y) {
 inline I32 mul_16(I32 x, I32 y) {
     return quarters<I32>([&](int i) { return vmulq_s32(x.v[i], y.v[i]); });
 }
+template <int kBits>
+inline I32 shift_left(I32 x) {
+    return quarters<I32>([&](int i) { return vshlq_n_s32(x.v[i], kBits); });
+}
 inline I32 round_to_int(F32 x) {
     return quarters<I32>([&](int i) { return vcvtnq_s32_f32(x.v[i]); });
 }

@@ -80,6 +80,10 @@ inline I32 mul_16(I32 a, I32 b) {
     return lanes<I32>([&](int i) { return a.v[i] * b.v[i]; });
 }
 // To nearest, ties to even, by the default rounding mode that each step sets.
+template <int kBits>
+inline I32 shift_left(I32 a) {
+    return lanes<I32>([&](int i) { return a.v[i] * (1 << kBits); });
+}
 inline I32 round_to_int(F32 a) {
     return lanes<I32>([&](int i) { return static_cast<int32_t>(std::nearbyint(a.v[i])); });
 }
