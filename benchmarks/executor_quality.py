@@ -61,49 +61,47 @@ def reference_model(artifact: Artifact) -> Any:
     return model
 
 
-def log_probabilities(logits: Any) -> NDArray[np.float64]:
-    shifted = np.asarray(logits, np.float64)
-    shifted -= shifted.max(-1, keepdims=True)
-    shifted -= np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return shifted
-
-
 def measure(artifact: Artifact, threads: int) -> dict[str, Any]:
     """Mean and 99th percentile of the KL divergence, perplexity and top-1 agreement by KV type."""
     import torch
+
+    from nybble.quant.quality import kl_divergence, perplexity
 
     torch.set_num_threads(threads)
     windows, model = prose(artifact), reference_model(artifact)
     groups = len(artifact.spec.window_groups)
     executor = CpuExecutor(artifact.weights(artifact.chosen("auto", preferred="gptq")), threads=threads)
-    divergence: dict[str, list[NDArray[np.float64]]] = {kind: [] for kind in KV_DTYPES}
-    loss = {kind: 0.0 for kind in ("reference", *KV_DTYPES)}
+    divergences: dict[str, list[NDArray[np.float64]]] = {kind: [] for kind in KV_DTYPES}
+    perplexities: dict[str, list[float]] = {kind: [] for kind in ("reference", *KV_DTYPES)}
     agree = dict.fromkeys(KV_DTYPES, 0)
+
+    def window_perplexity(logits: NDArray[np.float32], ids: NDArray[np.int64]) -> float:
+        return perplexity(lambda _: logits[None], ids[None])
+
     for ids in windows:
         with torch.no_grad():
-            expected = log_probabilities(model(torch.from_numpy(ids[None])).logits[0].numpy())
-        following = (np.arange(len(ids) - 1), ids[1:])
-        loss["reference"] -= expected[following].sum()
+            expected = model(torch.from_numpy(ids[None])).logits[0].numpy()
+        perplexities["reference"].append(window_perplexity(expected, ids))
         for kind in KV_DTYPES:
             executor.allocate_kv(-(-len(ids) // PAGE_SIZE), kv_dtype=kind)
-            found = log_probabilities(executor.step(prompt_batch(ids.tolist(), groups, PAGE_SIZE)))
-            divergence[kind].append((np.exp(expected) * (expected - found)).sum(-1))
-            loss[kind] -= found[following].sum()
+            found = executor.step(prompt_batch(ids.tolist(), groups, PAGE_SIZE))
+            divergences[kind].append(kl_divergence(expected, found))
+            perplexities[kind].append(window_perplexity(found, ids))
             agree[kind] += int((found.argmax(-1) == expected.argmax(-1)).sum())
     executor.close()
-    targets = windows.shape[0] * (windows.shape[1] - 1)
-    reference = float(np.exp(loss["reference"] / targets))
-    figures = {}
-    for kind in KV_DTYPES:
-        kl, perplexity = np.concatenate(divergence[kind]), float(np.exp(loss[kind] / targets))
-        figures[kind] = {
-            "mean_kl": float(kl.mean()),
-            "p99_kl": float(np.percentile(kl, 99)),
-            "perplexity": perplexity,
-            "perplexity_change": perplexity / reference - 1,
+    # Windows are equally long: the geometric mean is the perplexity of all.
+    total = {kind: float(np.exp(np.log(values).mean())) for kind, values in perplexities.items()}
+    figures = {
+        kind: {
+            "mean_kl": float(np.mean(divergences[kind])),
+            "p99_kl": float(np.percentile(divergences[kind], 99)),
+            "perplexity": total[kind],
+            "perplexity_change": total[kind] / total["reference"] - 1,
             "top1_agreement": agree[kind] / windows.size,
         }
-    return {"tokens": windows.size, "reference_perplexity": reference, "kv_dtype": figures}
+        for kind in KV_DTYPES
+    }
+    return {"tokens": windows.size, "reference_perplexity": total["reference"], "kv_dtype": figures}
 
 
 def show(figures: dict[str, Any]) -> None:

@@ -167,6 +167,35 @@ def test_every_packing_is_near_transformers(
     assert mean_kl(transformers_logits(read_config(path), weights, ids), found) < 5e-3
 
 
+@pytest.mark.slow
+def test_smollm2_stays_near_transformers_over_4096_tokens_of_prose() -> None:
+    from nybble.models.open import open_source
+    from nybble.quant.calibration import evaluation_text
+    from nybble.quant.quality import evaluation_windows, kl_divergence, perplexity
+    from nybble.runtime.tokenizer import Tokenizer
+
+    source = open_source("smollm2")
+    text = Tokenizer(source.tokenizer_files).encode(evaluation_text(), add_special_tokens=False)
+    windows = evaluation_windows(np.asarray(text), 8, 512)
+    weights = quantized(load("smollm2"), 4, 32, True, False)
+    config = dict(source.config)
+    expected = [transformers_logits(config, weights, ids.tolist()) for ids in windows]
+
+    def losses(logits: list[NDArray[np.float32]]) -> NDArray[np.float64]:
+        pairs = zip(logits, windows, strict=True)
+        return np.array([np.log(perplexity(lambda _, x=x: x[None], ids[None])) for x, ids in pairs])
+
+    executor = CpuExecutor(weights, threads=2)
+    bounds: list[tuple[KvDtype, float, float]] = [("f16", 5e-3, 1.008), ("int8", 8e-3, 1.012)]
+    for kind, most_kl, most_perplexity in bounds:
+        executor.allocate_kv(512 // 16, kv_dtype=kind)
+        found = [executor.step(prompt_batch(ids.tolist(), 1, 16)).copy() for ids in windows]
+        kl = np.mean([kl_divergence(e, f) for e, f in zip(expected, found, strict=True)])
+        assert kl < most_kl
+        assert np.exp((losses(found) - losses(expected)).mean()) < most_perplexity
+    executor.close()
+
+
 def test_partial_rotation_soft_caps_and_scales_near_onnx_runtime() -> None:
     from nybble.runtime.ort_executor import OrtExecutor
 
