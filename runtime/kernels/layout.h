@@ -49,8 +49,8 @@ struct PackedLinear {
     size_t bytes() const { return tile_bytes() * tile_count(); }
 };
 
-// Quantized activations: per block of 4 tokens and slice, 160 bytes: s8 [4][32], f32 scale [4], i32 minus the sum
-// of the slice [4]: with the zero point it is what an integer accumulator starts from.
+// Quantized activations: per block of 4 tokens and slice, 160 bytes: s8 [4][32], f32 scale [4], i32 minus the
+// sum of the slice [4]: with the zero point it is what an integer accumulator starts from.
 constexpr int kActivationBytes = kBlockTokens * (kSlice + 4 + 4);
 constexpr int kActivationScales = kBlockTokens * kSlice;
 constexpr int kActivationMinusSums = kActivationScales + kBlockTokens * 4;

@@ -5,7 +5,7 @@
 namespace nybble {
 namespace {
 
-constexpr int kFewTokens = 16;  // up to here weights are unpacked in registers, once for all tokens
+constexpr int kFewTokens = 32;  // up to here weights are unpacked in registers, once for eight tokens
 
 int panels_of(const PackedLinear& linear) { return (linear.tile_count() + kPanelTiles - 1) / kPanelTiles; }
 

@@ -35,7 +35,7 @@ from nybble.runtime.cpu_executor import CpuExecutor
 from nybble.runtime.executor import KvDtype
 from nybble.runtime.packed_weights import pack
 
-LENGTH = 300  # over one attention segment of 256 tokens, and over 16 tokens where the matrix product changes
+LENGTH = 300  # over one attention segment of 256 tokens, and over 32 tokens where the matrix product changes
 
 
 def log_softmax(x: NDArray[np.float32]) -> NDArray[np.float64]:

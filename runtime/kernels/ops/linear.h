@@ -77,64 +77,145 @@ inline int32_t activation_minus_sum(const uint8_t* block, int token) {
     return x;
 }
 
+// The weights of inputs 8j .. 8j+3 and 8j+4 .. 8j+7 of a slice.
 template <int kBits>
-inline void unpack_slice(const uint8_t* p, Bytes (&w)[8]) {
+inline void unpack_pair(const uint8_t* p, int j, Bytes (&w)[2]) {
     if constexpr (kBits == 4) {
-        for (int j = 0; j < 4; ++j) {
-            const Bytes packed = load_bytes(p + j * 64);
-            w[2 * j] = low_nibbles(packed);
-            w[2 * j + 1] = high_nibbles(packed);
-        }
+        const Bytes packed = load_bytes(p + j * 64);
+        w[0] = low_nibbles(packed);
+        w[1] = high_nibbles(packed);
     } else {
-        for (int j = 0; j < 8; ++j) w[j] = load_bytes(p + j * 64);
+        w[0] = load_bytes(p + j * 128);
+        w[1] = load_bytes(p + j * 128 + 64);
     }
 }
 
-// A few tokens: kStreams rows of tiles side by side, unpacked in registers. Several streams read DRAM faster.
-template <int kBits, WeightKind kKind, int kStreams, int kTokens>
-inline void few_tokens(const PackedLinear& w, Activations x, int token, float* y, size_t stride, int tile) {
-    constexpr int kPrefetchBytes = 2048;
-    const uint8_t* p[kStreams];
-    for (int n = 0; n < kStreams; ++n) p[n] = w.tiles + (tile + n) * w.tile_bytes();
-    F32 acc[kTokens][kStreams];
-    for (int i = 0; i < kTokens; ++i) {
-        for (int n = 0; n < kStreams; ++n) acc[i][n] = zero();
+template <int kBits>
+inline void unpack_slice(const uint8_t* p, Bytes (&w)[8]) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+        Bytes pair[2];
+        unpack_pair<kBits>(p, j, pair);
+        w[2 * j] = pair[0];
+        w[2 * j + 1] = pair[1];
     }
-    const int slices = w.slices(), header_bytes = w.header_bytes(), slice_bytes = w.slice_bytes();
-    const size_t block_stride = static_cast<size_t>(x.slices) * kActivationBytes;
-    const uint8_t* block = x.block(token / kBlockTokens);
-    Header header[kStreams] = {};
-    int left = 0;
-    for (int s = 0; s < slices; ++s, block += kActivationBytes) {
+}
+
+// The headers and slices of kStreams rows of tiles, read side by side: several streams read DRAM faster.
+template <WeightKind kKind, int kStreams>
+struct TileStreams {
+    static constexpr int kPrefetchBytes = 2048;
+
+    TileStreams(const PackedLinear& w, int tile)
+        : header_bytes(w.header_bytes()), slice_bytes(w.slice_bytes()), slices_per_group(w.slices_per_group) {
+        for (int n = 0; n < kStreams; ++n) p[n] = w.tiles + (tile + n) * w.tile_bytes();
+    }
+
+    // Goes on to the next slice: `at[n]` is where stream n has it, `header[n]` that of its group.
+    void next() {
         if (left == 0) {
             for (int n = 0; n < kStreams; ++n) {
                 header[n] = read_header<kKind>(p[n]);
                 p[n] += header_bytes;
             }
-            left = w.slices_per_group;
+            left = slices_per_group;
         }
         --left;
 #pragma GCC unroll 4
         for (int n = 0; n < kStreams; ++n) {
+            at[n] = p[n];
             for (int line = 0; line < slice_bytes; line += 64) prefetch(p[n] + kPrefetchBytes + line);
-            Bytes weights[8];
-            unpack_slice<kBits>(p[n], weights);
             p[n] += slice_bytes;
-#pragma GCC unroll 8
-            for (int i = 0; i < kTokens; ++i) {
-                const int place = (token + i) % kBlockTokens;
-                const uint8_t* b = block + (token % kBlockTokens + i) / kBlockTokens * block_stride;
-                const int8_t* q = reinterpret_cast<const int8_t*>(b) + place * kSlice;
-                const int32_t minus_sum = activation_minus_sum(b, place);
-                I32 even = initial<kBits, kKind>(minus_sum, header[n]), odd = set1(0);
+        }
+    }
+
+    const uint8_t* at[kStreams];
+    Header header[kStreams] = {};
+
+  private:
+    const uint8_t* p[kStreams];
+    const int header_bytes, slice_bytes, slices_per_group;
+    int left = 0;
+};
+
+// One token. Weights are unpacked 64 bytes at a time and used at once.
+template <int kBits, WeightKind kKind, int kStreams>
+inline void one_token(const PackedLinear& w, Activations x, int token, float* y, size_t stride, int tile) {
+    TileStreams<kKind, kStreams> streams(w, tile);
+    const int slices = w.slices(), place = token % kBlockTokens;
+    const uint8_t* block = x.block(token / kBlockTokens);
+    F32 acc[kStreams];
+    for (int n = 0; n < kStreams; ++n) acc[n] = zero();
+    for (int s = 0; s < slices; ++s, block += kActivationBytes) {
+        streams.next();
+        const int8_t* q = reinterpret_cast<const int8_t*>(block) + place * kSlice;
+        const int32_t minus_sum = activation_minus_sum(block, place);
+        I32 even[kStreams], odd[kStreams];
 #pragma GCC unroll 4
-                for (int j = 0; j < 8; j += 2) {
-                    even = dot4<kBits == 8>(even, weights[j], broadcast4(q + j * 4));
-                    odd = dot4<kBits == 8>(odd, weights[j + 1], broadcast4(q + j * 4 + 4));
+        for (int n = 0; n < kStreams; ++n) {
+            even[n] = initial<kBits, kKind>(minus_sum, streams.header[n]);
+            odd[n] = set1(0);
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+            const Bytes first = broadcast4(q + j * 8), second = broadcast4(q + j * 8 + 4);
+#pragma GCC unroll 4
+            for (int n = 0; n < kStreams; ++n) {
+                Bytes weights[2];
+                unpack_pair<kBits>(streams.at[n], j, weights);
+                even[n] = dot4<kBits == 8>(even[n], weights[0], first);
+                odd[n] = dot4<kBits == 8>(odd[n], weights[1], second);
+            }
+        }
+        const float scale = activation_scale(block, place);
+#pragma GCC unroll 4
+        for (int n = 0; n < kStreams; ++n) {
+            acc[n] = accumulate<kKind>(acc[n], add(even[n], odd[n]), scale, minus_sum, streams.header[n]);
+        }
+    }
+    for (int n = 0; n < kStreams; ++n) store(y + token * stride + (tile + n) * kTileRows, acc[n]);
+}
+
+// A few tokens, the first of a block (or one alone). A slice is unpacked into registers and stays there for
+// all tokens; an activation is broadcast once for all streams.
+template <int kBits, WeightKind kKind, int kStreams, int kTokens>
+inline void few_tokens(const PackedLinear& w, Activations x, int token, float* y, size_t stride, int tile) {
+    TileStreams<kKind, kStreams> streams(w, tile);
+    const int slices = w.slices();
+    const size_t block_stride = static_cast<size_t>(x.slices) * kActivationBytes;
+    const uint8_t* block = x.block(token / kBlockTokens);
+    F32 acc[kTokens][kStreams];
+    for (int i = 0; i < kTokens; ++i) {
+        for (int n = 0; n < kStreams; ++n) acc[i][n] = zero();
+    }
+    for (int s = 0; s < slices; ++s, block += kActivationBytes) {
+        streams.next();
+        Bytes weights[kStreams][8];
+#pragma GCC unroll 4
+        for (int n = 0; n < kStreams; ++n) unpack_slice<kBits>(streams.at[n], weights[n]);
+#pragma GCC unroll 8
+        for (int i = 0; i < kTokens; ++i) {
+            const int place = i % kBlockTokens;
+            const uint8_t* b = block + i / kBlockTokens * block_stride;
+            const int8_t* q = reinterpret_cast<const int8_t*>(b) + place * kSlice;
+            const int32_t minus_sum = activation_minus_sum(b, place);
+            I32 dot[kStreams];
+#pragma GCC unroll 4
+            for (int n = 0; n < kStreams; ++n) {
+                dot[n] = initial<kBits, kKind>(minus_sum, streams.header[n]);
+            }
+#pragma GCC unroll 8
+            for (int j = 0; j < 8; ++j) {
+                const Bytes activation = broadcast4(q + j * 4);
+#pragma GCC unroll 4
+                for (int n = 0; n < kStreams; ++n) {
+                    dot[n] = dot4<kBits == 8>(dot[n], weights[n][j], activation);
                 }
-                acc[i][n] =
-                    accumulate<kKind>(acc[i][n], add(even, odd), activation_scale(b, place), minus_sum,
-                                          header[n]);
+            }
+            const float scale = activation_scale(b, place);
+#pragma GCC unroll 4
+            for (int n = 0; n < kStreams; ++n) {
+                acc[i][n] = accumulate<kKind>(acc[i][n], dot[n], scale, minus_sum, streams.header[n]);
             }
         }
     }
@@ -154,7 +235,7 @@ inline void few_tokens_tiles(const PackedLinear& w, Activations x, float* y, siz
         if (rest & 4) few_tokens<kBits, kKind, kStreams, 4>(w, x, token, y, stride, tile), token += 4;
     }
     if (rest & 2) few_tokens<kBits, kKind, kStreams, 2>(w, x, token, y, stride, tile), token += 2;
-    if (rest & 1) few_tokens<kBits, kKind, kStreams, 1>(w, x, token, y, stride, tile);
+    if (rest & 1) one_token<kBits, kKind, kStreams>(w, x, token, y, stride, tile);
 }
 
 template <int kBits, WeightKind kKind>
@@ -163,7 +244,7 @@ void linear_rows_of(const PackedLinear& w, Activations x, float* y, size_t strid
     int tile = tile_begin;
     if (x.tokens == 1) {
         for (; tile + kOneStreams <= tile_end; tile += kOneStreams)
-            few_tokens<kBits, kKind, kOneStreams, 1>(w, x, 0, y, stride, tile);
+            one_token<kBits, kKind, kOneStreams>(w, x, 0, y, stride, tile);
     }
     for (; tile + kFewStreams <= tile_end; tile += kFewStreams)
         few_tokens_tiles<kBits, kKind, kFewStreams>(w, x, y, stride, tile);
@@ -212,8 +293,8 @@ void unpack_panel(const PackedLinear& w, int tile_begin, int tiles, int slice_be
     }
 }
 
-// The register block: kTiles tiles by kTokens tokens of one activation block, over a chunk of slices. `panel` and
-// `out` begin at the first tile and token, so that every offset is a constant.
+// The register block: kTiles tiles by kTokens tokens of one activation block, over a chunk of slices. `panel`
+// and `out` begin at the first tile and token, so that every offset is a constant.
 template <int kBits, WeightKind kKind, int kTiles, int kTokens>
 void micro_kernel(const uint8_t* panel, const uint8_t* block, int token, int slices, float* out, bool first) {
     F32 acc[kTokens][kTiles];
@@ -244,8 +325,7 @@ void micro_kernel(const uint8_t* panel, const uint8_t* block, int token, int sli
         for (int j = 0; j < 8; ++j) {
             Bytes weights[kTiles];
 #pragma GCC unroll 4
-            for (int n = 0; n < kTiles; ++n)
-                weights[n] = load_bytes(panel + (j * kPanelTiles + n) * 64);
+            for (int n = 0; n < kTiles; ++n) weights[n] = load_bytes(panel + (j * kPanelTiles + n) * 64);
 #pragma GCC unroll 4
             for (int i = 0; i < kTokens; ++i) {
                 const Bytes activation = broadcast4(q + i * kSlice + j * 4);
@@ -259,8 +339,7 @@ void micro_kernel(const uint8_t* panel, const uint8_t* block, int token, int sli
         for (int n = 0; n < kTiles; ++n) {
             header[n].scale = load(reinterpret_cast<const float*>(scales + n * 64));
             if constexpr (kKind == WeightKind::kMinimum) {
-                header[n].minimum =
-                    load(reinterpret_cast<const float*>(scales + kPanelTiles * 64 + n * 64));
+                header[n].minimum = load(reinterpret_cast<const float*>(scales + kPanelTiles * 64 + n * 64));
             }
         }
 #pragma GCC unroll 4
