@@ -18,6 +18,12 @@ size_t scratch_of_thread(const DecoderConfig& config, const Kernels& kernels) {
     return std::max(kernels.attention_scratch(group, config.head_dim), kernels.panel_scratch());
 }
 
+std::vector<SharedWork> work_of_phases(int phases, int threads) {
+    std::vector<SharedWork> work;
+    for (int i = 0; i < phases; ++i) work.emplace_back(threads);
+    return work;
+}
+
 // Once for all steps: comparing permutations takes longer than a phase.
 DecoderWeights with_input_slots(DecoderWeights weights) {
     constexpr LinearIndex kFirstOfPhase[] = {kQ, kQ, kQ, kO, kGate, kGate, kDown};
@@ -60,7 +66,7 @@ Decoder::Decoder(DecoderConfig config, DecoderWeights weights, int threads, cons
       pool_(threads),
       plan_(config_, threads),
       buffers_(config_, plan_, threads, scratch_of_thread(config_, kernels)),
-      counters_(static_cast<size_t>(config_.num_layers) * kPhasesPerLayer + 1) {
+      work_(work_of_phases(config_.num_layers * kPhasesPerLayer + 1, threads)) {
     reserve(1, 1, 1);
 }
 
@@ -84,7 +90,7 @@ void Decoder::step(const StepInput& input, float* logits) {
     input_ = &input;
     logits_ = logits;
     reserve(input.tokens, input.sequences, input.rows);
-    for (Counter& counter : counters_) counter.next.store(0, std::memory_order_relaxed);
+    for (SharedWork& work : work_) work.reset();
     plan_.make(input);
     pool_.run([](void* self, int thread) { static_cast<Decoder*>(self)->run(thread); }, this);
 }
@@ -96,37 +102,37 @@ void Decoder::run(int thread) {
     embed(thread);
     for (int layer = 0; layer < config_.num_layers; ++layer) {
         const LayerWeights& w = weights_.layers[layer];
-        Counter* next = counters_.data() + static_cast<size_t>(layer) * kPhasesPerLayer;
+        SharedWork* work = work_.data() + static_cast<size_t>(layer) * kPhasesPerLayer;
         normalize(thread, w.input_norm);
         quantize_inputs(thread, w, kQ, 3, b.normed.floats(), b.hidden);
         pool_.barrier();
-        linears(thread, w, kQ, 3, b.projected.floats(), b.qkv, next[0].next);
+        linears(thread, w, kQ, 3, b.projected.floats(), b.qkv, work[0]);
         pool_.barrier();
         rotate_and_store(thread, layer);
         pool_.barrier();
-        attend(thread, layer, next[1].next);
+        attend(thread, layer, work[1]);
         pool_.barrier();
         merge_attention(thread, config_.group_of_layer[layer]);
         quantize_inputs(thread, w, kO, 1, b.attended.floats(), b.q);
         pool_.barrier();
-        linears(thread, w, kO, 1, b.projected.floats(), b.hidden, next[2].next);
+        linears(thread, w, kO, 1, b.projected.floats(), b.hidden, work[2]);
         pool_.barrier();
         residual(thread, w, kO);
         normalize(thread, w.post_norm);
         quantize_inputs(thread, w, kGate, 2, b.normed.floats(), b.hidden);
         pool_.barrier();
-        linears(thread, w, kGate, 2, b.projected.floats(), b.gate_up, next[3].next);
+        linears(thread, w, kGate, 2, b.projected.floats(), b.gate_up, work[3]);
         pool_.barrier();
         gate(thread, w);
         quantize_inputs(thread, w, kDown, 1, b.normed.floats(), b.inner);
         pool_.barrier();
-        linears(thread, w, kDown, 1, b.projected.floats(), b.hidden, next[4].next);
+        linears(thread, w, kDown, 1, b.projected.floats(), b.hidden, work[4]);
         pool_.barrier();
         residual(thread, w, kDown);
     }
     if (input_->rows == 0) return;
     pool_.barrier();
-    head(thread, counters_.back().next);
+    head(thread, work_.back());
 }
 
 void Decoder::embed(int thread) {
@@ -185,7 +191,7 @@ void Decoder::quantize_inputs(int thread, const LayerWeights& layer, LinearIndex
 }
 
 void Decoder::linears(int thread, const LayerWeights& layer, LinearIndex first, int count, float* out,
-                      int stride, std::atomic<int>& next) {
+                      int stride, SharedWork& work) {
     StepBuffers& b = buffers_;
     LinearJob jobs[3];
     for (int i = 0; i < count; ++i) {
@@ -195,7 +201,7 @@ void Decoder::linears(int thread, const LayerWeights& layer, LinearIndex first, 
         jobs[i] = {&w, input, out, static_cast<size_t>(stride)};
         out += round_up(w.rows, kSlice);
     }
-    run_linear_jobs(kernels_, jobs, count, pool_.size(), next, b.scratch(thread));
+    run_linear_jobs(kernels_, jobs, count, thread, work, b.scratch(thread));
 }
 
 void Decoder::gate(int thread, const LayerWeights& layer) {
@@ -223,7 +229,7 @@ void Decoder::residual(int thread, const LayerWeights& layer, LinearIndex linear
     });
 }
 
-void Decoder::head(int thread, std::atomic<int>& next) {
+void Decoder::head(int thread, SharedWork& work) {
     StepBuffers& b = buffers_;
     const Activations input{b.head_activations.data(), input_->rows, slices_of(config_.hidden_size)};
     each_token(thread, input_->rows, [&](int r) {
@@ -234,7 +240,7 @@ void Decoder::head(int thread, std::atomic<int>& next) {
     });
     pool_.barrier();
     const LinearJob job{&weights_.head, input, logits_, static_cast<size_t>(logit_stride())};
-    run_linear_jobs(kernels_, &job, 1, pool_.size(), next, b.scratch(thread));
+    run_linear_jobs(kernels_, &job, 1, thread, work, b.scratch(thread));
     if (config_.logit_softcap <= 0) return;
     pool_.barrier();
     each_token(thread, input_->rows, [&](int r) {

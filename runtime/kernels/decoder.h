@@ -2,13 +2,13 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <vector>
 
 #include "aligned_buffer.h"
 #include "decoder_weights.h"
 #include "kernels.h"
+#include "shared_work.h"
 #include "step_buffers.h"
 #include "step_input.h"
 #include "step_plan.h"
@@ -37,11 +37,6 @@ class Decoder {
     int threads() const { return pool_.size(); }
 
   private:
-    // What threads take work from; each has a cache line of its own.
-    struct alignas(64) Counter {
-        std::atomic<int> next{0};
-    };
-
     // The step as one thread sees it: phases with barriers between them.
     void run(int thread);
     void embed(int thread);
@@ -49,13 +44,13 @@ class Decoder {
     void quantize_inputs(int thread, const LayerWeights& layer, LinearIndex first, int count,
                          const float* rows, int stride);
     void linears(int thread, const LayerWeights& layer, LinearIndex first, int count, float* out, int stride,
-                 std::atomic<int>& next);
+                 SharedWork& work);
     void rotate_and_store(int thread, int layer);
-    void attend(int thread, int layer, std::atomic<int>& next);
+    void attend(int thread, int layer, SharedWork& work);
     void merge_attention(int thread, int group);
     void gate(int thread, const LayerWeights& layer);
     void residual(int thread, const LayerWeights& layer, LinearIndex linear);
-    void head(int thread, std::atomic<int>& next);
+    void head(int thread, SharedWork& work);
 
     // Calls function(t) for this thread's share of [0, count).
     template <typename Function>
@@ -72,7 +67,7 @@ class Decoder {
 
     StepPlan plan_;
     StepBuffers buffers_;
-    std::vector<Counter> counters_;  // one a phase that deals work, the head's last
+    std::vector<SharedWork> work_;  // one a phase that deals work, the head's last
     const StepInput* input_ = nullptr;
     float* logits_ = nullptr;
 };

@@ -51,14 +51,13 @@ void Decoder::rotate_and_store(int thread, int layer) {
     });
 }
 
-void Decoder::attend(int thread, int layer, std::atomic<int>& next) {
+void Decoder::attend(int thread, int layer, SharedWork& work) {
     StepBuffers& b = buffers_;
     const int group = config_.group_of_layer[layer], head_dim = config_.head_dim;
     const int heads_per_group = config_.num_heads / config_.num_kv_heads, padded = round_up(head_dim, 16);
     const std::vector<AttentionItem>& items = plan_.items(group);
     uint8_t* scratch = b.scratch(thread);
-    const int count = static_cast<int>(items.size());
-    for (int index; (index = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+    work.run_in_order(static_cast<int>(items.size()), [&](int index) {
         const AttentionItem& item = items[index];
         const int token = input_->cu_seqlens[item.sequence] + item.query_begin;
         AttentionTask task{};
@@ -86,7 +85,7 @@ void Decoder::attend(int thread, int layer, std::atomic<int>& next) {
             task.part_values = b.part_values.floats() + part * padded;
         }
         kernels_.attend(task, scratch);
-    }
+    });
 }
 
 // Merges the rows of sequences whose attention was split over segments.

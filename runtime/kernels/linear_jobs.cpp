@@ -7,19 +7,17 @@ namespace {
 
 constexpr int kFewTokens = 32;  // up to here weights are unpacked in registers, once for eight tokens
 
+constexpr int kRunTiles = 4;
+
+int runs_of(int tiles) { return (tiles + kRunTiles - 1) / kRunTiles; }
 int panels_of(const PackedLinear& linear) { return (linear.tile_count() + kPanelTiles - 1) / kPanelTiles; }
 
-// Runs of four tiles, which the processor reads as four streams.
-void run_tiles(const Kernels& kernels, const LinearJob* jobs, int count, int threads,
-               std::atomic<int>& next) {
+// Runs of four tiles, one behind the other in memory.
+void run_tiles(const Kernels& kernels, const LinearJob* jobs, int count, int thread, SharedWork& work) {
     int total = 0;
     for (int i = 0; i < count; ++i) total += jobs[i].linear->tile_count();
-    // Long runs first, single tiles last, so that threads end together whatever their speeds.
-    const int tail = std::min(total, 4 * threads), runs = (total - tail) / 4;
-    const int items = runs + total - 4 * runs;
-    for (int item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) {
-        int begin = item < runs ? item * 4 : runs * 4 + item - runs;
-        int end = item < runs ? begin + 4 : begin + 1;
+    work.run(thread, runs_of(total), [&](int run) {
+        int begin = run * kRunTiles, end = std::min(total, begin + kRunTiles);
         for (int i = 0; i < count && begin < end; ++i) {
             const LinearJob& job = jobs[i];
             const int tiles = job.linear->tile_count();
@@ -29,19 +27,20 @@ void run_tiles(const Kernels& kernels, const LinearJob* jobs, int count, int thr
             begin = std::max(0, begin - tiles);
             end -= tiles;
         }
-    }
+    });
 }
 
 // Panels of 4 tiles by ranges of blocks of tokens.
-void run_panels(const Kernels& kernels, const LinearJob* jobs, int count, int threads, std::atomic<int>& next,
+void run_panels(const Kernels& kernels, const LinearJob* jobs, int count, int thread, SharedWork& work,
                 uint8_t* scratch) {
+    const int threads = work.threads();
     const int blocks = jobs[0].input.blocks();
     const int ranges = (blocks + kPanelBlocks - 1) / kPanelBlocks;
     int panels = 0;
     for (int i = 0; i < count; ++i) panels += panels_of(*jobs[i].linear);
     // Panels that do not divide among the threads are split by tokens instead.
     const int whole = panels / threads * threads, pieces = (panels - whole) * threads, items = whole + pieces;
-    for (int item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items * ranges;) {
+    work.run(thread, items * ranges, [&](int item) {
         const int range = item / items, index = item % items;
         int block_begin = static_cast<int>(static_cast<int64_t>(blocks) * range / ranges);
         int block_end = static_cast<int>(static_cast<int64_t>(blocks) * (range + 1) / ranges);
@@ -64,17 +63,17 @@ void run_panels(const Kernels& kernels, const LinearJob* jobs, int count, int th
             }
             panel -= own;
         }
-    }
+    });
 }
 
 }  // namespace
 
-void run_linear_jobs(const Kernels& kernels, const LinearJob* jobs, int count, int threads,
-                     std::atomic<int>& next, uint8_t* scratch) {
+void run_linear_jobs(const Kernels& kernels, const LinearJob* jobs, int count, int thread, SharedWork& work,
+                     uint8_t* scratch) {
     if (jobs[0].input.tokens <= kFewTokens) {
-        run_tiles(kernels, jobs, count, threads, next);
+        run_tiles(kernels, jobs, count, thread, work);
     } else {
-        run_panels(kernels, jobs, count, threads, next, scratch);
+        run_panels(kernels, jobs, count, thread, work, scratch);
     }
 }
 

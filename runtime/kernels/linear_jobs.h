@@ -2,11 +2,11 @@
 // divided.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
 #include "kernels.h"
+#include "shared_work.h"
 
 namespace nybble {
 
@@ -17,9 +17,8 @@ struct LinearJob {
     size_t stride;
 };
 
-// One thread's part: takes pieces from `next`, which starts at 0, until none is left. `scratch` has
-// `panel_scratch` bytes.
-void run_linear_jobs(const Kernels& kernels, const LinearJob* jobs, int count, int threads,
-                     std::atomic<int>& next, uint8_t* scratch);
+// One thread's part. `scratch` has `panel_scratch` bytes.
+void run_linear_jobs(const Kernels& kernels, const LinearJob* jobs, int count, int thread, SharedWork& work,
+                     uint8_t* scratch);
 
 }  // namespace nybble

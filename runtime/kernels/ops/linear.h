@@ -101,14 +101,18 @@ inline void unpack_slice(const uint8_t* p, Bytes (&w)[8]) {
     }
 }
 
-// The headers and slices of kStreams rows of tiles, read side by side: several streams read DRAM faster.
+// The headers and slices of kStreams rows of tiles that lie side by side.
 template <WeightKind kKind, int kStreams>
 struct TileStreams {
-    static constexpr int kPrefetchBytes = 2048;
+    static constexpr int kPrefetchBytes = 4096;
 
     TileStreams(const PackedLinear& w, int tile)
-        : header_bytes(w.header_bytes()), slice_bytes(w.slice_bytes()), slices_per_group(w.slices_per_group) {
+        : header_bytes(w.header_bytes()),
+          slice_bytes(w.slice_bytes()),
+          slices_per_group(w.slices_per_group),
+          to_next_run(static_cast<size_t>(kStreams - 1) * w.tile_bytes()) {
         for (int n = 0; n < kStreams; ++n) p[n] = w.tiles + (tile + n) * w.tile_bytes();
+        tail = p[0] + w.tile_bytes() - kPrefetchBytes;
     }
 
     // Goes on to the next slice: `at[n]` is where stream n has it, `header[n]` that of its group.
@@ -121,10 +125,12 @@ struct TileStreams {
             left = slices_per_group;
         }
         --left;
+        // Near its end a tile is followed by one of the next run.
+        const size_t ahead = kPrefetchBytes + (p[0] >= tail ? to_next_run : 0);
 #pragma GCC unroll 4
         for (int n = 0; n < kStreams; ++n) {
             at[n] = p[n];
-            for (int line = 0; line < slice_bytes; line += 64) prefetch(p[n] + kPrefetchBytes + line);
+            for (int line = 0; line < slice_bytes; line += 64) prefetch(p[n] + ahead + line);
             p[n] += slice_bytes;
         }
     }
@@ -134,46 +140,35 @@ struct TileStreams {
 
   private:
     const uint8_t* p[kStreams];
+    const uint8_t* tail;
     const int header_bytes, slice_bytes, slices_per_group;
+    const size_t to_next_run;
     int left = 0;
 };
 
-// One token. Weights are unpacked 64 bytes at a time and used at once.
-template <int kBits, WeightKind kKind, int kStreams>
+// One token and one row of tiles: weights are unpacked 64 bytes at a time and used at once.
+template <int kBits, WeightKind kKind>
 inline void one_token(const PackedLinear& w, Activations x, int token, float* y, size_t stride, int tile) {
-    TileStreams<kKind, kStreams> streams(w, tile);
+    TileStreams<kKind, 1> stream(w, tile);
     const int slices = w.slices(), place = token % kBlockTokens;
     const uint8_t* block = x.block(token / kBlockTokens);
-    F32 acc[kStreams];
-    for (int n = 0; n < kStreams; ++n) acc[n] = zero();
+    F32 acc = zero();
     for (int s = 0; s < slices; ++s, block += kActivationBytes) {
-        streams.next();
+        stream.next();
         const int8_t* q = reinterpret_cast<const int8_t*>(block) + place * kSlice;
         const int32_t minus_sum = activation_minus_sum(block, place);
-        I32 even[kStreams], odd[kStreams];
-#pragma GCC unroll 4
-        for (int n = 0; n < kStreams; ++n) {
-            even[n] = initial<kBits, kKind>(minus_sum, streams.header[n]);
-            odd[n] = set1(0);
-        }
+        I32 even = initial<kBits, kKind>(minus_sum, stream.header[0]), odd = set1(0);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
-            const Bytes first = broadcast4(q + j * 8), second = broadcast4(q + j * 8 + 4);
-#pragma GCC unroll 4
-            for (int n = 0; n < kStreams; ++n) {
-                Bytes weights[2];
-                unpack_pair<kBits>(streams.at[n], j, weights);
-                even[n] = dot4<kBits == 8>(even[n], weights[0], first);
-                odd[n] = dot4<kBits == 8>(odd[n], weights[1], second);
-            }
+            Bytes weights[2];
+            unpack_pair<kBits>(stream.at[0], j, weights);
+            even = dot4<kBits == 8>(even, weights[0], broadcast4(q + j * 8));
+            odd = dot4<kBits == 8>(odd, weights[1], broadcast4(q + j * 8 + 4));
         }
-        const float scale = activation_scale(block, place);
-#pragma GCC unroll 4
-        for (int n = 0; n < kStreams; ++n) {
-            acc[n] = accumulate<kKind>(acc[n], add(even[n], odd[n]), scale, minus_sum, streams.header[n]);
-        }
+        acc = accumulate<kKind>(acc, add(even, odd), activation_scale(block, place), minus_sum,
+                                stream.header[0]);
     }
-    for (int n = 0; n < kStreams; ++n) store(y + token * stride + (tile + n) * kTileRows, acc[n]);
+    store(y + token * stride + tile * kTileRows, acc);
 }
 
 // A few tokens, the first of a block (or one alone). A slice is unpacked into registers and stays there for
@@ -235,7 +230,9 @@ inline void few_tokens_tiles(const PackedLinear& w, Activations x, float* y, siz
         if (rest & 4) few_tokens<kBits, kKind, kStreams, 4>(w, x, token, y, stride, tile), token += 4;
     }
     if (rest & 2) few_tokens<kBits, kKind, kStreams, 2>(w, x, token, y, stride, tile), token += 2;
-    if (rest & 1) one_token<kBits, kKind, kStreams>(w, x, token, y, stride, tile);
+    if (rest & 1) {
+        for (int n = 0; n < kStreams; ++n) one_token<kBits, kKind>(w, x, token, y, stride, tile + n);
+    }
 }
 
 template <int kBits, WeightKind kKind>
@@ -243,8 +240,8 @@ void linear_rows_of(const PackedLinear& w, Activations x, float* y, size_t strid
                     int tile_end) {
     int tile = tile_begin;
     if (x.tokens == 1) {
-        for (; tile + kOneStreams <= tile_end; tile += kOneStreams)
-            one_token<kBits, kKind, kOneStreams>(w, x, 0, y, stride, tile);
+        for (; tile < tile_end; ++tile) one_token<kBits, kKind>(w, x, 0, y, stride, tile);
+        return;
     }
     for (; tile + kFewStreams <= tile_end; tile += kFewStreams)
         few_tokens_tiles<kBits, kKind, kFewStreams>(w, x, y, stride, tile);

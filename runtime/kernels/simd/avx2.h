@@ -13,7 +13,6 @@ struct Bytes {  // 64 bytes: 4 of each of 16 rows
 
 constexpr int kTilesPerBlock = 1;
 constexpr int kTokensPerBlock = 4;
-constexpr int kOneStreams = 2;
 constexpr int kFewStreams = 1;
 constexpr int kFewTokens = 8;
 constexpr int kRowBlock = 3;  // register block of attention: rows

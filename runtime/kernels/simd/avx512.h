@@ -11,8 +11,7 @@ struct Bytes {  // 64 bytes: 4 of each of 16 rows
 
 constexpr int kTilesPerBlock = 4;  // register block of the matrix product: tiles of 16 rows
 constexpr int kTokensPerBlock = 4;
-constexpr int kOneStreams = 4;  // rows of tiles read side by side: for one token
-constexpr int kFewStreams = 2;  // for a few tokens
+constexpr int kFewStreams = 2;  // rows of tiles that a few tokens are multiplied with together
 constexpr int kFewTokens = 8;   // tokens whose sums are kept together: 4 or 8
 constexpr int kRowBlock = 6;    // register block of attention: rows
 

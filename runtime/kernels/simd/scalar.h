@@ -14,7 +14,6 @@ struct Bytes {  // 64 bytes: 4 of each of 16 rows
 
 constexpr int kTilesPerBlock = 1;
 constexpr int kTokensPerBlock = 4;
-constexpr int kOneStreams = 1;
 constexpr int kFewStreams = 1;
 constexpr int kFewTokens = 4;
 constexpr int kRowBlock = 1;  // register block of attention: rows
