@@ -145,11 +145,13 @@ void Decoder::embed(int thread) {
         std::fill(row + config_.hidden_size, row + b.hidden, 0.0f);
         if (config_.embedding_scale != 1.0f) kernels_.scale(row, config_.embedding_scale, b.hidden);
         const float position = static_cast<float>(plan_.position_of(t));
+        float* cos = b.cos.floats() + t * half;
+        float* sin = b.sin.floats() + t * half;
         for (size_t i = 0; i < half; ++i) {
             const float angle = position * config_.inv_freq[i];
             const SinCos value = sin_cos(angle);
-            b.cos[t * half + i] = static_cast<float>(value.cos) * config_.rope_attention_factor;
-            b.sin[t * half + i] = static_cast<float>(value.sin) * config_.rope_attention_factor;
+            cos[i] = static_cast<float>(value.cos) * config_.rope_attention_factor;
+            sin[i] = static_cast<float>(value.sin) * config_.rope_attention_factor;
         }
     });
 }

@@ -28,8 +28,8 @@ void Decoder::rotate_and_store(int thread, int layer) {
             kernels_.rms_norm(row, norm.data(), config_.norm_eps, head_dim, row);
             std::memcpy(head, row, head_dim * sizeof(float));
         }
-        kernels_.rope(head, b.cos.data() + static_cast<size_t>(t) * half,
-                      b.sin.data() + static_cast<size_t>(t) * half, half);
+        kernels_.rope(head, b.cos.floats() + static_cast<size_t>(t) * half,
+                      b.sin.floats() + static_cast<size_t>(t) * half, half);
     };
     each_token(thread, input_->tokens, [&](int t) {
         float* q = b.projected.floats() + static_cast<size_t>(t) * b.qkv;
@@ -56,6 +56,7 @@ void Decoder::attend(int thread, int layer, SharedWork& work) {
     const int group = config_.group_of_layer[layer], head_dim = config_.head_dim;
     const int heads_per_group = config_.num_heads / config_.num_kv_heads, padded = round_up(head_dim, 16);
     const std::vector<AttentionItem>& items = plan_.items(group);
+    auto* parts = reinterpret_cast<SoftmaxPart*>(b.parts.data());
     uint8_t* scratch = b.scratch(thread);
     work.run_in_order(static_cast<int>(items.size()), [&](int index) {
         const AttentionItem& item = items[index];
@@ -81,7 +82,7 @@ void Decoder::attend(int thread, int layer, SharedWork& work) {
         task.output_stride = b.q;
         if (item.in_parts) {
             const size_t part = b.first_part(item.sequence, item.head);
-            task.parts = b.parts.data() + part;
+            task.parts = parts + part;
             task.part_values = b.part_values.floats() + part * padded;
         }
         kernels_.attend(task, scratch);
@@ -93,14 +94,15 @@ void Decoder::merge_attention(int thread, int group) {
     StepBuffers& b = buffers_;
     const int head_dim = config_.head_dim, padded = round_up(head_dim, 16);
     const int heads_per_group = config_.num_heads / config_.num_kv_heads;
+    const auto* parts = reinterpret_cast<const SoftmaxPart*>(b.parts.data());
     each_token(thread, input_->tokens, [&](int t) {
         const int sequence = plan_.sequence_of(t);
         const SegmentRange segments = plan_.parts_of(group, sequence);
         if (segments.begin == segments.end) return;
         for (int h = 0; h < config_.num_heads; ++h) {
             const size_t part = b.first_part(sequence, h / heads_per_group);
-            kernels_.merge_parts(b.parts.data() + part, b.part_values.floats() + part * padded,
-                                 segments.begin, segments.end, heads_per_group, h % heads_per_group, head_dim,
+            kernels_.merge_parts(parts + part, b.part_values.floats() + part * padded, segments.begin,
+                                 segments.end, heads_per_group, h % heads_per_group, head_dim,
                                  b.attended.floats() + static_cast<size_t>(t) * b.q + h * head_dim);
         }
     });

@@ -20,7 +20,7 @@ StepBuffers::StepBuffers(const DecoderConfig& config, const StepPlan& plan, int 
       scratch_bytes_((std::max(scratch_bytes, widest_ * sizeof(float)) + 4095) / 4096 * 4096) {
     scratch_.allocate(scratch_bytes_ * threads);
     const size_t count = first_part(plan.max_split_sequences(), 0);
-    parts.resize(count);
+    parts.allocate(count * sizeof(SoftmaxPart));
     part_values.allocate(count * round_up(config.head_dim, 16) * sizeof(float));
 }
 
@@ -35,8 +35,8 @@ void StepBuffers::reserve(int tokens, int rows) {
         projected.allocate(t * projected_ * sizeof(float));
         attended.allocate(t * q * sizeof(float));
         for (AlignedBuffer& a : activations) a.allocate(t * slices_of(widest_) * kActivation);
-        cos.resize(t * rotary_half_);
-        sin.resize(t * rotary_half_);
+        cos.allocate(t * rotary_half_ * sizeof(float));
+        sin.allocate(t * rotary_half_ * sizeof(float));
         tokens_ = static_cast<int>(t);
     }
     if (rows > rows_) {

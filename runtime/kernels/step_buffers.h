@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <vector>
 
 #include "aligned_buffer.h"
 #include "decoder_weights.h"
@@ -34,8 +33,9 @@ class StepBuffers {
     AlignedBuffer attended;   // [tokens][q]
     AlignedBuffer picked;     // [rows][hidden]
     AlignedBuffer activations[3], head_activations;  // quantized inputs: one a permutation; the head's
-    std::vector<float> cos, sin;                     // [tokens][rotary_dim / 2]
-    std::vector<SoftmaxPart> parts;
+    AlignedBuffer cos, sin;                          // [tokens][rotary_dim / 2]
+    // For the longest context there can be; what is used of them is all that becomes resident.
+    AlignedBuffer parts;        // SoftmaxPart
     AlignedBuffer part_values;  // [parts][head_dim rounded up to 16]
 
   private:

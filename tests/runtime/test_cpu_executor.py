@@ -356,6 +356,19 @@ def test_running_out_of_memory_is_reported_and_leaves_the_executor_usable(
     executor.close()
 
 
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_a_long_context_takes_memory_only_where_it_is_used(weights: Weights, ids: list[int]) -> None:
+    before = resident_bytes()
+    executor = CpuExecutor(weights, threads=8, max_position=1 << 24)
+    executor.reserve(16, 1)
+    paged_logits(executor, ids, LENGTH - 3)
+    assert resident_bytes() - before < 16 << 20
+    executor.close()
+
+
 @pytest.mark.parametrize("num_blocks", [0, -1, 1 << 27, 1 << 40])
 def test_caches_of_no_possible_size(executor: CpuExecutor, num_blocks: int) -> None:
     with pytest.raises(SettingError, match="num_blocks"):
