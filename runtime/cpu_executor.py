@@ -17,20 +17,13 @@ from ..errors import (
 from ..export.weights import LogicalWeights
 from ..models.spec import ModelSpec
 from .batch import Batch
+from .batch_check import DIMENSIONS, check_kinds, check_slots
 from .executor import KvDtype, KvLayout
 from .packed_weights import SYMMETRIC, FreshlyPacked, PackedLinear, PackedSource
 
 PAGE_SIZE = 16
 KV_TYPES: dict[KvDtype, int] = {"f32": 0, "f16": 1, "int8": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}
-DIMENSIONS = {
-    "token_ids": 1,
-    "cu_seqlens": 1,
-    "past_lens": 1,
-    "block_table": 3,
-    "slot_mapping": 2,
-    "logit_rows": 1,
-}
 
 
 class CpuExecutor:
@@ -164,6 +157,8 @@ class CpuExecutor:
         try:
             if rows > len(self._logits):
                 self._logits = np.empty((rows, decoder.logit_stride), np.float32)
+            if len(batch.token_ids) > 1:
+                check_slots(batch, PAGE_SIZE)
             decoder.step(
                 batch.token_ids,
                 batch.cu_seqlens,
@@ -264,15 +259,11 @@ def _contract_error(batch: Batch, error: Exception) -> str:
     """The binding's message, or, where it only says that a type does not match, which array it is."""
     if isinstance(error, ValueError):
         return str(error)
-    for name, expected in DIMENSIONS.items():
-        array: Any = getattr(batch, name)
-        if not isinstance(array, np.ndarray) or array.dtype != np.int32 or array.ndim != expected:
-            kind = (
-                f"{array.dtype} {list(array.shape)}"
-                if isinstance(array, np.ndarray)
-                else type(array).__name__
-            )
-            return f"{name} is {kind}; expected int32 with {expected} dimensions"
-        if not array.flags.c_contiguous:
+    try:
+        check_kinds(batch)
+    except ExecutorError as found:
+        return str(found)
+    for name in DIMENSIONS:
+        if not getattr(batch, name).flags.c_contiguous:
             return f"{name} is not contiguous"
     return str(error).splitlines()[0]

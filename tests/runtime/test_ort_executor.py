@@ -292,7 +292,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"slot_mapping": np.array([[1, 2, -2], [1, 2, 3]], np.int32)},
         "slot_mapping holds -2",
     ),
-    "a slot twice": ({"slot_mapping": np.array([[1, 2, 3], [1, 2, 1]], np.int32)}, "slot 1 of group 1 twice"),
+    "a slot twice": ({"slot_mapping": np.array([[1, 2, 4], [1, 2, 1]], np.int32)}, "slot 1 of group 1 twice"),
+    "a page of two sequences": (
+        {"slot_mapping": np.array([[1, 2, 4], [8, 9, 10]], np.int32)},
+        "page 2 of group 1 for sequences 0 and 1",
+    ),
     "a row too high": ({"logit_rows": int32(3)}, "logit_rows holds 3"),
     "a row below zero": ({"logit_rows": int32(-1)}, "logit_rows holds -1"),
 }
