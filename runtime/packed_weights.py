@@ -56,13 +56,13 @@ class FreshlyPacked:
         return self._weights.spec
 
     def linear(self, name: str) -> PackedLinear:
-        """Raises `UnsupportedModelError` for a tensor that is not quantized."""
+        """Raises `UnsupportedModelError` for a tensor that is not quantized, or that no tile expresses."""
         tensor = self._weights.tensor(name)
         if not isinstance(tensor, QuantizedTensor):
             raise UnsupportedModelError(
                 f"tensor {name} is not quantized; executor 'cpu' runs quantized models only"
             )
-        return pack(tensor)
+        return pack(tensor, f"tensor {name}")
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """A norm's weight or a bias, [n] float32."""
@@ -79,18 +79,21 @@ def tiles_bytes(rows: int, columns: int, bits: int, kind: int, slices_per_group:
     return -(-rows // TILE_ROWS) * tile
 
 
-def pack(tensor: QuantizedTensor) -> PackedLinear:
+def pack(tensor: QuantizedTensor, name: str = "tensor") -> PackedLinear:
     """Repacks a quantized weight, some rows at a time. Rows are padded to whole tiles with zero weights,
     inputs to whole slices.
 
     A tensor has one packed form, whichever half of an artifact it was read from: columns of a group ascend,
-    which the halves keep or not, and zero points that are all in the middle are left out.
+    which the halves keep or not, and zero points that are all in the middle are left out. Raises
+    `UnsupportedModelError` naming `name` for a group size that is no multiple of 32, short of one group a
+    row: the activations' scales, too, are for 32 inputs each.
     """
     rows, columns, bits = tensor.out_features, tensor.in_features, tensor.bits
     tiles, slices = -(-rows // TILE_ROWS), -(-columns // SLICE)
     if tensor.group_size < columns and tensor.group_size % SLICE:
         raise UnsupportedModelError(
-            f"group size {tensor.group_size}: executor 'cpu' has groups of a multiple of {SLICE} inputs"
+            f"{name} has groups of {tensor.group_size} inputs; executor 'cpu' has groups of a multiple of "
+            f"{SLICE}, or one a row; try executor 'ort'"
         )
     per_group = slices if tensor.group_size >= columns else tensor.group_size // SLICE
     order, permutation = _column_order(tensor)

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nybble._kernels import supported_kernels
-from nybble.errors import DoesNotFitError, ExecutorError, SettingError
+from nybble.errors import DoesNotFitError, ExecutorError, SettingError, UnsupportedModelError
 from nybble.models.spec import ModelSpec, RopeSpec
 from nybble.quant.packing import QuantizedTensor
 from nybble.runtime.batch import Batch, prompt_batch
@@ -269,6 +269,19 @@ def test_arrays_that_break_the_contract_are_named(
     executor.step(batch)
     with pytest.raises(ExecutorError, match=broken.split()[0]):
         executor.step(replace(batch, **BROKEN[broken](batch)))
+
+
+@pytest.mark.parametrize("group_size", [16, 48])
+def test_groups_that_no_tile_expresses_are_named(weights: Weights, group_size: int) -> None:
+    name = "model.layers.1.self_attn.o_proj.weight"
+    tensor = weights.tensors[name]
+    assert isinstance(tensor, QuantizedTensor)
+    scales = np.ones((tensor.out_features, -(-tensor.in_features // group_size)), np.float16)
+    other = replace(tensor, scales=scales, zeros=None, group_size=group_size)
+    with pytest.raises(
+        UnsupportedModelError, match=rf"^tensor {name} has groups of {group_size} .* multiple of 32"
+    ):
+        CpuExecutor(Weights(weights.spec, {**weights.tensors, name: other}), threads=1)
 
 
 def test_settings_out_of_range(weights: Weights, executor: CpuExecutor) -> None:
