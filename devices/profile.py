@@ -1,5 +1,6 @@
 """`DeviceProfile`: what a model may use on a device, read from a TOML file."""
 
+import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -172,7 +173,7 @@ def _providers(value: object, name: str) -> tuple[Provider, ...]:
     """Reads an array of names, or of tables `{ name = "...", options = { key = value } }`."""
     if not isinstance(value, list) or not value:
         raise SettingError(f"{name} is {value!r}; expected an array of ONNX Runtime execution providers")
-    found = []
+    found: dict[str, Mapping[str, str]] = {}
     for entry in value:
         table = {"name": entry} if isinstance(entry, str) else entry
         if (
@@ -185,17 +186,25 @@ def _providers(value: object, name: str) -> tuple[Provider, ...]:
             )
         if not table["name"].endswith("ExecutionProvider"):
             raise SettingError(f"{name} holds {table['name']!r}; expected a name ending in ExecutionProvider")
-        options = table.get("options", {})
-        if not isinstance(options, dict) or not all(
-            isinstance(v, str | int | float) for v in options.values()
-        ):
-            raise SettingError(
-                f"{name}: options of {table['name']} are {options!r}; expected text or numbers"
-            )
-        # ONNX Runtime takes options as text, with 0 and 1 for booleans.
-        as_text = {k: str(int(v)) if isinstance(v, bool) else str(v) for k, v in options.items()}
-        found.append(Provider(table["name"], MappingProxyType(as_text)))
-    return tuple(found)
+        if table["name"] in found:
+            raise SettingError(f"{name} holds {table['name']} twice")
+        found[table["name"]] = _options(table.get("options", {}), f"{name}: options of {table['name']}")
+    return tuple(Provider(provider, options) for provider, options in found.items())
+
+
+def _options(value: object, name: str) -> Mapping[str, str]:
+    """A provider's options as the text that ONNX Runtime takes, with 0 and 1 for booleans."""
+    if not isinstance(value, dict):
+        raise SettingError(f"{name} are {value!r}; expected a table")
+    as_text = {}
+    for key, option in value.items():
+        sound = isinstance(option, int) or (isinstance(option, float) and math.isfinite(option))
+        if not sound and not (isinstance(option, str) and option.isprintable()):
+            raise SettingError(f"{name}: {key!r} is {option!r}; expected text or a number")
+        if not key.isprintable() or not key:
+            raise SettingError(f"{name} hold {key!r}; expected an option's name")
+        as_text[key] = str(int(option)) if isinstance(option, bool) else str(option)
+    return MappingProxyType(as_text)
 
 
 # The keys of a profile's file: how each is read, and whether it must be there.

@@ -1,7 +1,7 @@
 """`OrtExecutor`: the decoder's graph in ONNX Runtime, on any execution provider."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,8 @@ _KV_TYPES: dict[str, Any] = {
     "f32": (np.float32, ir.DataType.FLOAT),
     "f16": (np.float16, ir.DataType.FLOAT16),
 }
+# Names of execution providers, best first, or (name, options).
+Providers = Sequence[str | tuple[str, Mapping[str, str]]]
 _INPUTS = ("token_ids", "cu_seqlens", "past_lens", "block_table", "slot_mapping", "logit_rows")
 
 
@@ -45,7 +47,7 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
         spec: ModelSpec,
         *,
         weight_bytes: int,
-        providers: Sequence[str] | None = None,
+        providers: Providers | None = None,
         threads: int | None = None,
         max_run_tokens: int = MAX_RUN_TOKENS,
         folder: Path | None = None,
@@ -55,7 +57,7 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
             raise SettingError(f"threads is {threads}; expected at least 1")
         if max_run_tokens < 1:
             raise SettingError(f"max_run_tokens is {max_run_tokens}; expected at least 1")
-        self.providers = choose_providers(providers)
+        self._providers = choose_providers(providers)
         self.weight_bytes = weight_bytes
         self._model: ir.Model | None = model
         self._spec = spec
@@ -71,7 +73,7 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
         cls,
         path: Path,
         *,
-        providers: Sequence[str] | None = None,
+        providers: Providers | None = None,
         threads: int | None = None,
         accuracy_level: int | None = None,
         max_run_tokens: int = MAX_RUN_TOKENS,
@@ -99,7 +101,7 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
         cls,
         weights: LogicalWeights,
         *,
-        providers: Sequence[str] | None = None,
+        providers: Providers | None = None,
         threads: int | None = None,
         accuracy_level: int = 4,
         max_run_tokens: int = MAX_RUN_TOKENS,
@@ -121,6 +123,11 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
     @property
     def spec(self) -> ModelSpec:
         return self._spec
+
+    @property
+    def providers(self) -> list[str]:
+        """The execution providers in use, best first."""
+        return [name for name, _ in self._providers]
 
     @property
     def kv_layout(self) -> KvLayout:
@@ -145,10 +152,11 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
         if self._layout is None or self._layout.kv_dtype != kv_dtype:
             self._make_sessions(self._model, graph_type)
         self._layout, self._caches, self._arrays = None, {}, []
+        device = device_of(self.providers)
         for name in names:
             array = np.zeros(shape, dtype)
-            self._caches[name] = ort.OrtValue.ortvalue_from_numpy(array, device_of(self.providers))
-            if device_of(self.providers) == "cpu":
+            self._caches[name] = ort.OrtValue.ortvalue_from_numpy(array, device)
+            if device == "cpu":
                 self._arrays.append(array)
         for graph, (_, binding) in self._bindings.items():
             for name, cache in self._caches.items():
@@ -161,7 +169,7 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
     def _make_sessions(self, model: ir.Model, cache_type: ir.DataType) -> None:
         self._bindings, self._layout = {}, None  # frees the sessions of another cache type first
         set_cache_type(model, cache_type)
-        settings: dict[str, Any] = {"providers": self.providers, "threads": self._threads}
+        settings: dict[str, Any] = {"providers": self._providers, "threads": self._threads}
         graphs: dict[str, tuple[ir.Model, dict[str, Any]]] = {
             operation: (build_page_operation(self._spec, operation, cache_type), settings)
             for operation in PAGE_OPERATIONS

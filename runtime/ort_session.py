@@ -51,16 +51,22 @@ def _load() -> Any:
 ort = _load()
 
 
-def choose_providers(providers: Sequence[str] | None) -> list[str]:
-    """The execution providers to use, best first: those asked for, or CUDA where ONNX Runtime offers it; the
-    CPU is always there, for operators that the others lack. Raises `SettingError` for one not offered."""
+def choose_providers(
+    providers: Sequence[str | tuple[str, Mapping[str, str]]] | None,
+) -> list[tuple[str, dict[str, str]]]:
+    """The execution providers to use, best first, with their options: those asked for, or CUDA where ONNX
+    Runtime offers it; the CPU is always there, for operators that the others lack. Raises `SettingError` for
+    one not offered."""
     available = ort.get_available_providers()
     if providers is None:
-        return [name for name in PREFERRED if name in available]
-    for name in providers:
+        providers = [name for name in PREFERRED if name in available]
+    chosen: dict[str, dict[str, str]] = {}
+    for provider in [*providers, "CPUExecutionProvider"]:
+        name, options = (provider, {}) if isinstance(provider, str) else provider
         if name not in available:
             raise SettingError(f"providers has {name!r}; this ONNX Runtime offers {', '.join(available)}")
-    return list(dict.fromkeys([*providers, "CPUExecutionProvider"]))
+        chosen.setdefault(name, dict(options))
+    return list(chosen.items())
 
 
 def device_of(providers: Sequence[str]) -> str:
@@ -71,7 +77,7 @@ def device_of(providers: Sequence[str]) -> str:
 def make_session(
     model: bytes,
     *,
-    providers: Sequence[str],
+    providers: Sequence[tuple[str, dict[str, str]]],
     threads: int | None,
     folder: str | None = None,
     tensors: Mapping[str, NDArray[Any]] | None = None,
@@ -79,7 +85,7 @@ def make_session(
 ) -> Any:
     """A session for a serialized model, whose weights lie in `folder` (mapped from the files) or are given as
     `tensors`, which must then outlive it. `threads` None is as many as this process may use. Raises
-    `ExecutorError` naming `what`."""
+    `ExecutorError` naming `what`, also for options that a provider refuses."""
     options = ort.SessionOptions()
     options.log_severity_level = 4  # what goes wrong is raised; ONNX Runtime would also print it
     options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
@@ -97,7 +103,8 @@ def make_session(
         ]
         options.add_external_initializers(list(tensors), values)
     try:
-        return ort.InferenceSession(model, options, providers=list(providers))
+        # Without the fallback, which would print the error and run on the CPU.
+        return ort.InferenceSession(model, options, providers=list(providers), enable_fallback=0)
     except Exception as error:  # ONNX Runtime's own exception types, of no common base
         raise ExecutorError(f"ONNX Runtime refused {what}: {first_line(error)}") from None
 

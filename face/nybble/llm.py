@@ -28,7 +28,8 @@ class LLM:
       first on a CPU.
     - `format`: which half of the artifact, "gptq" or "onnx"; "auto" prefers the GPTQ half on our kernels and
       the ONNX half on ONNX Runtime.
-    - `providers`: ONNX Runtime execution providers, best first.
+    - `providers`: ONNX Runtime execution providers, best first, in place of the device's; a profile's options
+      for them hold.
     - `memory_budget`: bytes, a size ("600MB") or a share of the device's memory (0.5).
     - `max_model_len`: the context in tokens. `max_batch_tokens`: most new tokens of one step.
     - `max_sequences`: the most requests that run at once, fewer where memory allows fewer. `kv_dtype`:

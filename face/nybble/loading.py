@@ -158,16 +158,23 @@ def _open_cpu(
     return executor
 
 
+def _with_options(
+    profile: DeviceProfile, asked: Sequence[str] | None, offered: Sequence[str]
+) -> list[tuple[str, Mapping[str, str]]]:
+    """The providers asked for, or else those of a profile that are `offered` here, since it may describe
+    another device; each with the options that the profile has for it."""
+    options: dict[str, Mapping[str, str]] = dict(profile.provider_list)
+    names = [name for name in options if name in offered] if asked is None else asked
+    return [(name, options.get(name, {})) for name in names]
+
+
 def _open_ort(
     artifact: Artifact, half: "Format", profile: DeviceProfile, providers: Sequence[str] | None, threads: int
 ) -> Executor:
     from .runtime.ort_executor import OrtExecutor
     from .runtime.ort_session import ort
 
-    if providers is None:
-        # A profile may name providers of the device that it describes; those here count.
-        offered = set(ort.get_available_providers())
-        providers = [provider.name for provider in profile.providers if provider.name in offered]
+    chosen = _with_options(profile, providers, ort.get_available_providers())
     if half == "onnx":
-        return OrtExecutor.from_file(artifact.onnx_path, providers=providers, threads=threads)
-    return OrtExecutor.from_weights(artifact.weights(half), providers=providers, threads=threads)
+        return OrtExecutor.from_file(artifact.onnx_path, providers=chosen, threads=threads)
+    return OrtExecutor.from_weights(artifact.weights(half), providers=chosen, threads=threads)

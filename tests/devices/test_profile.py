@@ -24,6 +24,10 @@ context = 4096
 """
 
 
+def provider(keys: str) -> str:
+    return f'[{{ name = "XExecutionProvider", {keys} }}]'
+
+
 def test_a_profile_in_full():
     profile = parse_profile(GOOD, "board", "board.toml")
     assert profile.name == "board"
@@ -60,6 +64,20 @@ def test_options_of_providers_become_the_text_that_onnx_runtime_takes():
         ('["CPUExecutionProvider"]', "[]", "providers is []"),
         ('["CPUExecutionProvider"]', '["cpu"]', "ending in ExecutionProvider"),
         ('["CPUExecutionProvider"]', '[{ nam = "x" }]', "providers holds"),
+        ('["CPUExecutionProvider"]', provider("options = 3"), "options of XExecutionProvider are 3"),
+        (
+            '["CPUExecutionProvider"]',
+            provider("options = { a = [1] }"),
+            "'a' is [1]; expected text",
+        ),
+        ('["CPUExecutionProvider"]', provider("options = { a = inf }"), "'a' is inf"),
+        ('["CPUExecutionProvider"]', provider('options = { a = "x\\u0000" }'), "'a' is 'x\\x00'"),
+        ('["CPUExecutionProvider"]', provider('options = { "" = 1 }'), "hold ''; expected an option's name"),
+        (
+            '["CPUExecutionProvider"]',
+            '["XExecutionProvider", "XExecutionProvider"]',
+            "holds XExecutionProvider twice",
+        ),
         ('"A board"', '""', "description is ''"),
         ("context = 4096", "context = -1", "context is -1"),
     ],

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,31 @@ def test_scores_are_transformers_of_the_same_weights(tiny_artifact: Path, half: 
     # Activations are rounded to 8 bits on the way; the weights and everything else are the same.
     assert np.abs(np.subtract(found, expected)).mean() < 0.05
     assert score.total == pytest.approx(sum(found))
+
+
+def test_a_profiles_provider_options_reach_onnx_runtime(
+    tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nybble.runtime import ort_session
+
+    entry = '{ name = "CPUExecutionProvider", options = { use_arena = false } }'
+    profile = (files("nybble.devices") / "profiles" / "laptop-cpu.toml").read_text(encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(profile.replace('"CPUExecutionProvider"', entry), encoding="utf-8")
+    seen = []
+
+    class Session(ort_session.ort.InferenceSession):  # type: ignore[misc]
+        def __init__(self, *args: Any, providers: Any, **settings: Any) -> None:
+            seen.append(providers)
+            super().__init__(*args, providers=providers, **settings)
+
+    monkeypatch.setattr(ort_session.ort, "InferenceSession", Session)
+    for providers in (None, ["CPUExecutionProvider"]):
+        with LLM(
+            tiny_artifact, device=str(tmp_path / "mine.toml"), executor="ort", providers=providers
+        ) as llm:
+            assert len(llm.generate(PROMPT, GREEDY).token_ids) == 12
+    assert len(seen) >= 2
+    assert all(providers == [("CPUExecutionProvider", {"use_arena": "0"})] for providers in seen)
 
 
 def test_one_prompt_or_several_as_text_or_token_ids(llm: LLM) -> None:

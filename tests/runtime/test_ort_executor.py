@@ -347,8 +347,20 @@ def test_settings_out_of_range(executor: OrtExecutor, onnx_path: Path) -> None:
 def test_cuda_comes_first_where_it_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     offered = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(ort_session.ort, "get_available_providers", lambda: offered)
-    assert ort_session.choose_providers(None) == ["CUDAExecutionProvider", "CPUExecutionProvider"]
-    assert ort_session.choose_providers(["CPUExecutionProvider"]) == ["CPUExecutionProvider"]
+    cpu = ("CPUExecutionProvider", {})
+    assert ort_session.choose_providers(None) == [("CUDAExecutionProvider", {}), cpu]
+    assert ort_session.choose_providers(["CPUExecutionProvider"]) == [cpu]
+    with_options = ("CUDAExecutionProvider", {"device_id": "1"})
+    assert ort_session.choose_providers([with_options, "CUDAExecutionProvider"]) == [with_options, cpu]
+
+
+def test_what_onnx_runtime_refuses_is_raised_and_does_not_run_on_the_cpu_instead(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    unsound: Any = [("CPUExecutionProvider", "no options")]
+    with pytest.raises(ExecutorError, match=r"^ONNX Runtime refused the copy graph: 'providers'[^\n]*$"):
+        ort_session.make_session(b"", providers=unsound, threads=1, what="the copy graph")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_closed_twice_and_used_after(onnx_path: Path) -> None:
