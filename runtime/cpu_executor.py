@@ -105,6 +105,11 @@ class CpuExecutor:
         """The set of kernels in use."""
         return str(self._open().isa)
 
+    @property
+    def threads(self) -> int:
+        """Threads that run a step, the calling one included."""
+        return int(self._open().threads)
+
     def _open(self) -> Any:
         if self._decoder is None:
             raise ExecutorError("the executor is closed")
