@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <list>
+#include <thread>
 
 #include "check.h"
 
@@ -184,6 +185,23 @@ void check_batches(Session& session, Random& random, const std::vector<std::vect
     }
 }
 
+// Two decoders of one process in threads of their own.
+void check_together(const Model& model, const Kernels& kernels,
+                    const std::vector<std::vector<float>>& whole) {
+    const auto steps = [&](int sequence) {
+        Session session(model, kernels, 3, KvType::kF16, 20 + sequence);
+        const int length = static_cast<int>(whole[sequence].size() / session.stride());
+        for (int t = 0; t < length; ++t) {
+            check(same_bits(session.run({{sequence, t, 1}}).data(),
+                            whole[sequence].data() + t * session.stride(), session.stride()),
+                  "a decoder beside another gives the bits of one alone");
+        }
+    };
+    std::thread other(steps, 1);
+    steps(3);
+    other.join();
+}
+
 void check_allocations(Session& session) {
     session.decoder().reserve(64, kSequences, 64);
     std::vector<Chunk> prompts = {{0, 0, 24}, {1, 0, 30}, {2, 0, 9}, {3, 0, 1}};
@@ -236,6 +254,7 @@ void test_decoder(const Kernels& kernels, Results& results) {
                                 single.stride()),
                       "a token alone gives the bits of the whole");
             }
+            if (all) check_together(model, kernels, whole);
             for (const std::vector<float>& logits : whole) results.add(logits);
         }
         current_case() = "allocations";
