@@ -1,14 +1,8 @@
 """What machine is this, and what fits?"""
 
-from .planner import (
-    ExecutorKind,
-    MemoryPlan,
-    check_fit,
-    fit_sequences,
-    kv_bytes_per_token,
-    plan_memory,
-    weight_bytes,
-)
+from .memory_plan import ExecutorKind, MemoryPlan, RunSettings
+from .model_bytes import kv_bytes_per_token, weight_bytes
+from .planner import check_fit, fit_sequences, plan_memory
 from .probe import Machine, probe
 from .profile import DeviceProfile, KvDtype, Provider, load_profile
 from .report import describe, describe_profile, machine_json, profile_json
@@ -22,6 +16,7 @@ __all__ = [
     "Machine",
     "MemoryPlan",
     "Provider",
+    "RunSettings",
     "check_fit",
     "describe",
     "describe_profile",

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..devices.memory_plan import SCORE_LOGITS_BYTES
 from ..errors import DoesNotFitError, ExecutorError, NybbleError, RequestError, SettingError
 from ..kvcache import BlockPool, SequenceBlocks, pages_for
 from .batch import Batch
@@ -16,9 +17,6 @@ from .sampling_params import ResolvedSampling
 from .scheduler import Chunk, Scheduler
 from .sequence import Request, Sequence
 from .tokenizer import Tokenizer
-
-# Logits of a scored text are wanted for every token; this bounds what they take in a step.
-SCORE_LOGITS_BYTES = 16 * 2**20
 
 
 class Engine:

@@ -89,3 +89,6 @@ class Decoder:
     def isa(self) -> str: ...
     @property
     def threads(self) -> int: ...
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of the buffers that steps of the reserved sizes write to."""

@@ -12,6 +12,7 @@ from .devices import (
     DeviceProfile,
     ExecutorKind,
     MemoryPlan,
+    RunSettings,
     fit_sequences,
     parse_memory_budget,
     resolve_device,
@@ -70,18 +71,19 @@ def load(
     half = artifact.chosen(format, preferred="gptq" if kind == "cpu" else "onnx")
     max_batch_tokens = max_batch_tokens or profile.token_budget
     threads = threads or profile.threads
-    plan = fit_sequences(
+    run = RunSettings(
         artifact.spec,
         artifact.manifest.recipe,
         profile,
-        half=half,
         context=max_model_len,
-        max_sequences=max_sequences,
         kv_dtype=_kv_dtype(kv_dtype, profile, kind),
+        half=half,
         token_budget=max_batch_tokens,
+        threads=threads,
         budget=budget,
         executor=kind,
     )
+    plan = fit_sequences(run, max_sequences)
     tokenizer = Tokenizer(artifact.tokenizer_files)
     opened = (
         _open_cpu(artifact, half, threads, plan, max_batch_tokens, cache)

@@ -12,6 +12,7 @@ class AlignedBuffer {
   public:
     void allocate(size_t bytes);
     uint8_t* data() const { return data_; }
+    size_t bytes() const { return bytes_; }
     float* floats() const { return reinterpret_cast<float*>(data_); }
 
   private:
@@ -20,6 +21,7 @@ class AlignedBuffer {
     };
     std::unique_ptr<uint8_t, Free> allocation_;
     uint8_t* data_ = nullptr;
+    size_t bytes_ = 0;
 };
 
 }  // namespace nybble

@@ -35,6 +35,7 @@ class Decoder {
     const DecoderConfig& config() const { return config_; }
     const Kernels& kernels() const { return kernels_; }
     int threads() const { return pool_.size(); }
+    size_t step_bytes() const { return buffers_.bytes(); }
 
   private:
     // The step as one thread sees it: phases with barriers between them.

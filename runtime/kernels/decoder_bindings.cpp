@@ -285,6 +285,7 @@ class PyDecoder {
     }
     std::string isa() const { return decoder_->kernels().name; }
     int threads() const { return decoder_->threads(); }
+    size_t step_bytes() const { return decoder_->step_bytes(); }
 
   private:
     // Each sequence has tokens in ascending order, stays in the context, and has every page it reads mapped.
@@ -377,7 +378,8 @@ void bind_decoder(nb::module_& m) {
         .def_prop_ro("logit_stride", &PyDecoder::logit_stride)
         .def_prop_ro("bytes_per_block", &PyDecoder::bytes_per_block)
         .def_prop_ro("isa", &PyDecoder::isa)
-        .def_prop_ro("threads", &PyDecoder::threads);
+        .def_prop_ro("threads", &PyDecoder::threads)
+        .def_prop_ro("step_bytes", &PyDecoder::step_bytes);
 }
 
 }  // namespace nybble

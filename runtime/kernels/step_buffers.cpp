@@ -48,4 +48,14 @@ void StepBuffers::reserve(int tokens, int rows) {
     }
 }
 
+size_t StepBuffers::bytes() const {
+    size_t total = scratch_.bytes();
+    for (const AlignedBuffer* buffer : {&residual, &normed, &projected, &attended, &picked, &head_activations,
+                                        &cos, &sin, &parts, &part_values}) {
+        total += buffer->bytes();
+    }
+    for (const AlignedBuffer& buffer : activations) total += buffer.bytes();
+    return total;
+}
+
 }  // namespace nybble

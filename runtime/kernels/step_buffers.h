@@ -19,6 +19,8 @@ class StepBuffers {
     void reserve(int tokens, int rows);
 
     int tokens() const { return tokens_; }
+    // What all of them take, if all of it is used. devices/cpu_memory.py predicts it.
+    size_t bytes() const;
     uint8_t* scratch(int thread) const { return scratch_.data() + scratch_bytes_ * thread; }
     // The first part of a split sequence and KV head; its parts are [segments][heads of the group].
     size_t first_part(int sequence, int head) const {

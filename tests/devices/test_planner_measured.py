@@ -1,9 +1,12 @@
-"""The plan against what a process really holds, on a graph of SmolLM2's shape with random weights."""
+"""The plan against what a process really holds: SmolLM2 on our kernels, and a graph of its shape with random
+weights on ONNX Runtime."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +17,7 @@ import json, sys
 from pathlib import Path
 import numpy as np
 import tokenizers, safetensors, jinja2
-from nybble.devices import load_profile, plan_memory
+from nybble.devices import RunSettings, load_profile, plan_memory
 from nybble.export.onnx_writer import write_onnx
 from nybble.models.spec import ModelSpec, RopeSpec
 from nybble.quant.packing import QuantizedTensor
@@ -61,14 +64,67 @@ for past in range(0, CONTEXT, CHUNK):
     )
 status = Path("/proc/self/status").read_text()
 peak = 1024 * int(status.split("VmHWM:")[1].split()[0])
-plan = plan_memory(spec, Recipe(), load_profile("laptop-cpu"), context=CONTEXT, token_budget=CHUNK)
+plan = plan_memory(
+    RunSettings(spec, Recipe(), load_profile("laptop-cpu"), context=CONTEXT, token_budget=CHUNK)
+)
 print(json.dumps({"peak": peak, "planned": plan.total - 650 * spec.vocab_size}))
+"""
+
+
+# All that a run may do: every sequence at the end of its context at once, sampling, log-probabilities, a
+# score.
+RUN_ON_KERNELS = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from nybble import LLM, SamplingParams
+from nybble.devices import RunSettings, load_profile, plan_memory
+from nybble.export.artifact import open_artifact
+
+path, context, sequences, kv_dtype, cache = sys.argv[1], *map(int, sys.argv[2:4]), *sys.argv[4:]
+settings = {"kv_dtype": kv_dtype, "threads": 2}
+limits = {"max_model_len": context, "max_sequences": sequences}
+with LLM(path, "laptop-cpu", "cpu", cache=cache == "cache", **limits, **settings) as llm:
+    prompts = np.random.default_rng(1).integers(3, 49152, (sequences, context - 64)).tolist()
+    llm.generate(prompts, SamplingParams(max_tokens=64, ignore_eos=True, temperature=0.8, logprobs=2))
+    llm.score(prompts[0])
+peak = 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+artifact = open_artifact(path)
+plan = plan_memory(
+    RunSettings(
+        artifact.spec, artifact.manifest.recipe, load_profile("laptop-cpu"), context=context,
+        sequences=sequences, executor="cpu", **settings,
+    )
+)
+print(json.dumps({"peak": peak, "planned": plan.total}))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from Linux's /proc")
-def test_the_plan_is_within_a_fifth_of_the_peak(tmp_path):
+@pytest.mark.parametrize(
+    ("context", "sequences", "kv_dtype", "cache"),
+    [
+        (1024, 1, "f16", "none"),
+        (1024, 1, "f16", "cache"),
+        (2048, 4, "int8", "cache"),
+        (3000, 1, "f32", "cache"),
+    ],
+)
+def test_our_kernels_stay_within_the_plan_and_near_it(
+    smollm2: Any, tmp_path: Path, context: int, sequences: int, kv_dtype: str, cache: str
+) -> None:
+    path = shutil.copytree(smollm2.path, tmp_path / "copy")
+    command = [sys.executable, "-c", RUN_ON_KERNELS, str(path), str(context), str(sequences), kv_dtype, cache]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["peak"] <= found["planned"] <= 1.15 * found["peak"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from Linux's /proc")
+def test_the_plan_for_onnx_runtime_is_within_a_fifth_of_the_peak(tmp_path):
     def run(mode: str) -> str:
         command = [sys.executable, "-c", RUN, str(tmp_path), mode]
         result = subprocess.run(command, capture_output=True, text=True, check=False)

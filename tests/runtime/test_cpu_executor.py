@@ -513,7 +513,7 @@ def test_copies_read_all_pages_before_they_write_any(executor: CpuExecutor) -> N
 def test_the_plan_counts_the_bytes_that_are_held(
     bits: int, group_size: int, symmetric: bool, tied: bool, kv_dtype: KvDtype
 ) -> None:
-    from nybble.devices import load_profile, plan_memory
+    from nybble.devices import RunSettings, load_profile, plan_memory
     from nybble.quant.recipe import Recipe
 
     spec = replace(odd_spec(), tied_embeddings=tied)
@@ -525,9 +525,32 @@ def test_the_plan_counts_the_bytes_that_are_held(
     )
     recipe = Recipe(bits=bits, group_size=group_size, symmetric=symmetric)
     profile = replace(load_profile("laptop-cpu"), page_size=256)
-    plan = plan_memory(spec, recipe, profile, context=70, sequences=3, kv_dtype=kv_dtype, executor="cpu")
+    plan = plan_memory(
+        RunSettings(spec, recipe, profile, context=70, sequences=3, kv_dtype=kv_dtype, executor="cpu")
+    )
     executor = CpuExecutor(weights, threads=1)
     executor.allocate_kv(plan.num_pages, plan.page_size, plan.kv_dtype)
     assert (plan.weights, plan.num_pages) == (held, 15)
     assert plan.kv == plan.num_pages * executor.kv_layout.bytes_per_block
+    executor.close()
+
+
+@pytest.mark.parametrize("threads", [1, 5])
+@pytest.mark.parametrize("sizes", [{}, {"num_heads": 8, "num_kv_heads": 1, "head_dim": 96}])
+def test_the_plan_counts_the_buffers_of_a_step(sizes: dict[str, int], threads: int) -> None:
+    from nybble.devices import RunSettings, load_profile
+    from nybble.devices.cpu_memory import step_bytes
+    from nybble.quant.recipe import Recipe
+
+    spec = replace(odd_spec(), qk_norm=False, max_position=1 << 16, **sizes)
+    tensors: Any = {name: np.ones(shape, np.float32) for name, shape in spec.tensors().items()}
+    weights = quantized(Weights(spec, tensors), 4, 32, True, False)
+    run = RunSettings(
+        spec, Recipe(), load_profile("laptop-cpu"),
+        context=50_000, sequences=20, token_budget=99, threads=threads, executor="cpu",
+    )  # fmt: skip
+    executor = CpuExecutor(weights, threads=threads, max_position=run.length)
+    executor._decoder.reserve(run.tokens, run.sequences, run.logit_rows)
+    held, planned = executor._decoder.step_bytes, step_bytes(run)
+    assert held <= planned <= held + threads * (256 << 10)  # the scratch of small models is a bound
     executor.close()

@@ -1,0 +1,115 @@
+"""What `CpuExecutor` holds: it follows from its layouts (runtime/kernels/layout.h), and from what a step
+writes (runtime/kernels/step_buffers.h)."""
+
+from ..errors import SettingError
+from ..models.spec import ModelSpec
+from ..quant.recipe import Recipe
+from .memory_plan import TOKENIZER_PER_TOKEN, MemoryPlan, RunSettings
+from .model_bytes import HEAD_BITS, HEAD_GROUP_SIZE, KV_BYTES, float_elements, linears
+from .profile import KvDtype
+
+# Resident after importing what a run needs: interpreter, numpy, tokenizers, jinja2, the kernels. CPython
+# 3.11, Linux x86-64.
+IMPORTS = 48_000_000
+PAGE = 16  # tokens of its pages, whatever the profile has
+# Repacking the head, which comes first, holds it this many times over: in f16, as integers, as tiles.
+LOADING_COPIES = 4
+# Choosing a token of a row: some arrays of float64 and int64.
+SAMPLING_PER_TOKEN = 48
+# Of each thread at least: a panel of unpacked weights and its results.
+PANEL = 256 * 1024
+
+
+def plan_on_kernels(run: RunSettings) -> MemoryPlan:
+    """The tiles of all matrices, norms and biases in float32, pages, the buffers of one step. Loading repacks
+    one matrix at a time; the head is the largest. Raises `SettingError` for an unquantized model."""
+    spec, recipe = run.spec, run.recipe
+    if recipe is None:
+        raise SettingError("executor is 'cpu', which runs quantized models only; use 'ort'")
+    head = _tile_bytes(spec.vocab_size, spec.hidden_size, HEAD_BITS, HEAD_GROUP_SIZE, True)
+    heads = 1 if spec.tied_embeddings else 2
+    weights = heads * head + _linear_bytes(spec, recipe) + 4 * float_elements(spec)
+    pages = -(-run.length // PAGE) * run.sequences
+    return MemoryPlan(
+        context=run.length,
+        sequences=run.sequences,
+        kv_dtype=run.kv,
+        page_size=PAGE,
+        num_pages=pages,
+        weights=weights,
+        packed=0,
+        kv=pages * _page_bytes(spec, run.kv),
+        activations=step_bytes(run)
+        + 4 * _padded(spec.vocab_size, 16) * run.logit_rows
+        + SAMPLING_PER_TOKEN * spec.vocab_size,
+        runtime=IMPORTS + TOKENIZER_PER_TOKEN * spec.vocab_size,
+        loading=max(0, (LOADING_COPIES + heads - 1) * head - weights),
+        budget=run.profile.memory_budget if run.budget is None else run.budget,
+    )
+
+
+def step_bytes(run: RunSettings) -> int:
+    """Everything a step of `run.tokens` tokens writes besides cache and logits."""
+    spec, tokens, rows = run.spec, _padded(run.tokens, 4), _padded(run.logit_rows, 4)
+    hidden, inner = _padded(spec.hidden_size, 32), _padded(spec.intermediate_size, 32)
+    q, kv = _padded(spec.q_size, 32), _padded(spec.kv_size, 32)
+    widest, wide = max(hidden, inner, q), max(hidden, q + 2 * kv, 2 * inner)
+    # Rows in float32, three times as int8 with a scale and a sum for 32 of them, the rotary table, positions.
+    token = 4 * (hidden + widest + wide + q) + 3 * _quantized(widest) + 4 * spec.rope.rotary_dim + 8
+    return (
+        tokens * token
+        + rows * (4 * hidden + _quantized(hidden))
+        + (run.threads or run.profile.threads) * _scratch(spec, widest)
+        + _parts(run)
+    )
+
+
+def _scratch(spec: ModelSpec, widest: int) -> int:
+    """Of one thread: scores and values of 192 query rows over a segment of 256 tokens and a chunk of keys and
+    of values in float32; or a panel; or a row of permuted inputs."""
+    padded, group = _padded(spec.head_dim, 16), spec.num_heads // spec.num_kv_heads
+    rows = max(192, group)
+    attention = 4 * (rows * (256 + 2 * padded + 4) + 2 * padded * 64) + 8 * rows + 1024
+    return _padded(max(attention, PANEL, 4 * widest), 4096)
+
+
+def _parts(run: RunSettings) -> int:
+    """What the segments of a decode at the end of its context leave to be merged. Only so few sequences are
+    split over segments as leave threads without work."""
+    spec, threads = run.spec, run.threads or run.profile.threads
+    split = min(run.sequences, max(1, 4 * threads // spec.num_kv_heads))
+    segments = -(-run.length // 256)
+    return split * segments * spec.num_heads * (8 + 4 * _padded(spec.head_dim, 16))
+
+
+def _quantized(columns: int) -> int:
+    return columns * 5 // 4
+
+
+def _padded(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _linear_bytes(spec: ModelSpec, recipe: Recipe) -> int:
+    """Of all linear layers: tiles, and what they permute their inputs by."""
+    total = 0
+    for linear in linears(spec):
+        total += _tile_bytes(
+            linear.out_features, linear.in_features, recipe.bits, recipe.group_size, recipe.symmetric
+        )
+        total += 4 * linear.in_features if recipe.desc_act else 0
+    return total
+
+
+def _tile_bytes(rows: int, columns: int, bits: int, group_size: int, symmetric: bool) -> int:
+    """A matrix in tiles: every group of a tile has 16 f16 scales, and 16 zero points unless symmetric."""
+    slices = -(-columns // 32)
+    groups = 1 if group_size == -1 else -(-columns // group_size)
+    return -(-rows // 16) * (groups * (32 if symmetric else 48) + slices * 64 * bits)
+
+
+def _page_bytes(spec: ModelSpec, kv_dtype: KvDtype) -> int:
+    """A page of `CpuExecutor` in all layers: values padded to 16 elements, heads to 64 bytes."""
+    elements = PAGE * (spec.head_dim + -(-spec.head_dim // 16) * 16)
+    head = elements * KV_BYTES[kv_dtype] + (2 * PAGE * 4 if kv_dtype == "int8" else 0)
+    return spec.num_layers * spec.num_kv_heads * (-(-head // 64) * 64)

@@ -1,0 +1,96 @@
+"""`RunSettings`, what is to run, and `MemoryPlan`, what it will hold."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import SettingError
+from ..models.spec import ModelSpec
+from ..quant.recipe import Recipe
+from .profile import DeviceProfile, KvDtype
+
+Half = Literal["onnx", "gptq"]
+ExecutorKind = Literal["cpu", "ort"]
+
+# A tokenizer's tables: 31 MB for 49,152 tokens.
+TOKENIZER_PER_TOKEN = 650
+# Logits of a scored text are wanted for every token; this bounds what they take in a step, in bytes.
+SCORE_LOGITS_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """A model and how it is to run under a profile, with `sequences` of up to `context` tokens each at once.
+
+    None takes the profile's value; `context` None is the model's own where that is shorter. `recipe` None is
+    an unquantized model. `half` is what the artifact is read from: `OrtExecutor` maps the ONNX half's weights
+    and holds the GPTQ half's in memory as well; for `CpuExecutor` it makes no difference. Raises
+    `SettingError` for a setting out of range.
+    """
+
+    spec: ModelSpec
+    recipe: Recipe | None
+    profile: DeviceProfile
+    context: int | None = None  # tokens
+    sequences: int = 1
+    kv_dtype: KvDtype | None = None
+    half: Half = "onnx"
+    token_budget: int | None = None  # most new tokens of a step
+    threads: int | None = None
+    budget: int | None = None  # bytes
+    executor: ExecutorKind = "ort"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.length <= self.spec.max_position:
+            raise SettingError(
+                f"context is {self.length}; expected 1 to {self.spec.max_position}, the model's own context"
+            )
+        if self.sequences < 1:
+            raise SettingError(f"sequences is {self.sequences}; expected at least 1")
+
+    @property
+    def length(self) -> int:
+        """`context`, or what stands for it."""
+        return min(self.spec.max_position, self.profile.context) if self.context is None else self.context
+
+    @property
+    def kv(self) -> KvDtype:
+        return self.kv_dtype or self.profile.kv_dtype
+
+    @property
+    def tokens(self) -> int:
+        """The most new tokens of a step."""
+        return self.token_budget or self.profile.token_budget
+
+    @property
+    def logit_rows(self) -> int:
+        """The most rows of logits of a step: one a sequence, or those of a scored text."""
+        scored = max(1, SCORE_LOGITS_BYTES // (4 * self.spec.vocab_size))
+        return max(self.sequences, min(scored, self.tokens))
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a run will hold, in bytes. `total` is the peak, to be compared with `budget`."""
+
+    context: int  # tokens of one sequence
+    sequences: int
+    kv_dtype: KvDtype
+    page_size: int
+    num_pages: int
+    weights: int  # as they lie in the file or in arrays: the parts that stay resident
+    packed: int  # ONNX Runtime's own rearranged copy of the quantized weights
+    kv: int
+    activations: int
+    runtime: int  # interpreter, libraries, session, tokenizer
+    loading: int  # held only while loading: the matrix that is being packed, in its old form
+    budget: int | None
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak: of loading or of running, whichever is more."""
+        fixed = self.runtime + self.weights + self.packed
+        return fixed + max(self.loading, self.kv + self.activations)
+
+    @property
+    def fits(self) -> bool:
+        return self.budget is None or self.total <= self.budget
