@@ -1,8 +1,9 @@
 """How `OrtExecutor` cuts one step into runs of the graph.
 
 The graph pads every sequence's queries to the longest of the run, so sequences of unlike lengths run apart: a
-decode beside a chunk of 512 would cost as much as the chunk. And the scores of a run are held at once, so
-long chunks run in pieces.
+decode beside a chunk of 512 would cost as much as the chunk. It gathers keys and values of as many tokens for
+each as the longest context has, so contexts run apart, too, where that saves more than another run costs.
+And the scores of a run are held at once, so long chunks run in pieces.
 """
 
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ class Piece:
     sequence: int
     start: int
     stop: int
+    context: int  # tokens before `stop`, those in the cache included
 
     @property
     def length(self) -> int:
@@ -37,19 +39,23 @@ class Run:
     logits: NDArray[np.intp]  # indices into the step's logit_rows, one for each of the batch's
 
 
-def split_step(batch: Batch, page_size: int, max_tokens: int = MAX_RUN_TOKENS) -> Iterator[Run]:
+def split_step(
+    batch: Batch, page_size: int, max_tokens: int = MAX_RUN_TOKENS, *, run_cost: int
+) -> Iterator[Run]:
     """The runs of a step in order: a sequence's pieces keep theirs. A run's sequences differ in length by
     less than half and have at most `max_tokens` tokens, padding included; its block table is as wide as its
-    longest sequence needs."""
-    lengths = np.diff(batch.cu_seqlens).tolist()
+    longest sequence needs. `run_cost` is what one more run costs, in tokens whose keys and values could be
+    gathered in that time."""
+    lengths, past = np.diff(batch.cu_seqlens).tolist(), batch.past_lens.tolist()
     for turn in range(-(-max(lengths, default=0) // max_tokens)):
-        pieces = [
-            Piece(sequence, turn * max_tokens, min((turn + 1) * max_tokens, length))
-            for sequence, length in enumerate(lengths)
-            if length > turn * max_tokens
-        ]
+        pieces = []
+        for sequence, length in enumerate(lengths):
+            start, stop = turn * max_tokens, min((turn + 1) * max_tokens, length)
+            if start < stop:
+                pieces.append(Piece(sequence, start, stop, past[sequence] + stop))
         for group in _group(pieces, max_tokens):
-            yield _run(batch, group, page_size)
+            for alike in _by_context(group, run_cost):
+                yield _run(batch, alike, page_size)
 
 
 def _group(pieces: list[Piece], max_tokens: int) -> Iterator[list[Piece]]:
@@ -64,6 +70,19 @@ def _group(pieces: list[Piece], max_tokens: int) -> Iterator[list[Piece]]:
         group.append(piece)
     if group:
         yield group
+
+
+def _by_context(pieces: list[Piece], run_cost: int) -> Iterator[list[Piece]]:
+    """Longest context first; cut where that saves most, as long as it is more than a run costs."""
+    pieces = sorted(pieces, key=lambda p: -p.context)
+    longest = pieces[0].context
+    saved = [(len(pieces) - i) * (longest - piece.context) for i, piece in enumerate(pieces)]
+    if max(saved) <= run_cost:
+        yield pieces
+        return
+    cut = saved.index(max(saved))
+    yield from _by_context(pieces[:cut], run_cost)
+    yield from _by_context(pieces[cut:], run_cost)
 
 
 def _run(batch: Batch, pieces: list[Piece], page_size: int) -> Run:

@@ -158,8 +158,14 @@ def test_long_chunks_run_in_pieces(onnx_path: Path, executor: OrtExecutor) -> No
 
 
 @settings(max_examples=200, deadline=None)
-@given(lengths=st.lists(st.integers(0, 40), max_size=8), limit=st.integers(1, 16))
-def test_runs_cover_every_token_once_in_order_and_are_bounded(lengths: list[int], limit: int) -> None:
+@given(
+    lengths=st.lists(st.integers(0, 40), max_size=8),
+    limit=st.integers(1, 16),
+    run_cost=st.sampled_from([0, 3, 1000]),
+)
+def test_runs_cover_every_token_once_in_order_and_are_bounded(
+    lengths: list[int], limit: int, run_cost: int
+) -> None:
     tokens = np.arange(sum(lengths), dtype=np.int32)
     count = len(lengths)
     batch = Batch(
@@ -172,7 +178,7 @@ def test_runs_cover_every_token_once_in_order_and_are_bounded(lengths: list[int]
     )
     seen: list[int] = []
     places: list[int] = []
-    for run in split_step(batch, PAGE, limit):
+    for run in split_step(batch, PAGE, limit, run_cost=run_cost):
         part, sizes = run.batch, np.diff(run.batch.cu_seqlens)
         assert sizes.min() >= 1
         assert len(sizes) * sizes.max() <= limit
@@ -190,6 +196,51 @@ def test_runs_cover_every_token_once_in_order_and_are_bounded(lengths: list[int]
     for begin, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
         own = [token for token in seen if begin <= token < end]
         assert own == sorted(own)
+
+
+def decodes(contexts: list[int]) -> Batch:
+    """One token of each sequence, whose contexts with it are these; tables of page 0."""
+    count, width = len(contexts), -(-max(contexts) // PAGE)
+    return Batch(
+        token_ids=np.zeros(count, np.int32),
+        cu_seqlens=np.arange(count + 1, dtype=np.int32),
+        past_lens=np.array(contexts, np.int32) - 1,
+        block_table=np.zeros((1, count, width), np.int32),
+        slot_mapping=np.arange(count, dtype=np.int32)[None],
+        logit_rows=np.arange(count, dtype=np.int32),
+    )
+
+
+def runs_of(contexts: list[int], run_cost: int) -> list[list[int]]:
+    runs = split_step(decodes(contexts), PAGE, run_cost=run_cost)
+    return [(run.batch.past_lens + 1).tolist() for run in runs]
+
+
+def test_long_contexts_run_apart_where_that_saves_more_than_a_run_costs() -> None:
+    assert runs_of([60, 4000, 64, 62], 1000) == [[4000], [64, 62, 60]]
+    assert runs_of([60, 390, 64, 62], 1000) == [[390, 64, 62, 60]]
+    assert runs_of([4000, 3900, 2000, 100, 90], 1000) == [[4000, 3900], [2000], [100, 90]]
+
+
+@given(contexts=st.lists(st.integers(1, 5000), min_size=1, max_size=12), run_cost=st.integers(0, 3000))
+def test_runs_by_context_cost_no_more_than_one(contexts: list[int], run_cost: int) -> None:
+    runs = runs_of(contexts, run_cost)
+    assert sorted(context for run in runs for context in run) == sorted(contexts)
+    cost = sum(run_cost + len(run) * max(run) for run in runs)
+    assert cost <= run_cost + len(contexts) * max(contexts)
+
+
+def test_a_long_context_beside_short_ones_gives_the_logits_of_each_alone(
+    executor: OrtExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [IDS[:3], IDS[:23], IDS[5:8], IDS[2:4]]
+    monkeypatch.setattr(executor, "_run_cost", 40)
+    alone = [executor.step(make_batch([(0, ids)]))[-1] for ids in prompts]
+    executor.allocate_kv(BLOCKS, PAGE, "f32")
+    executor.step(make_batch([(0, ids[:-1]) for ids in prompts], rows=[]))
+    last = make_batch([(len(ids) - 1, ids[-1:]) for ids in prompts])
+    assert len(list(split_step(last, PAGE, run_cost=executor._run_cost))) == 2
+    np.testing.assert_allclose(executor.step(last), alone, rtol=0, atol=1e-4)
 
 
 def test_memory_built_and_mapped_weights_give_the_same_bits(onnx_path: Path) -> None:
