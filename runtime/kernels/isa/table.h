@@ -23,6 +23,9 @@ namespace NYBBLE_ISA {
 // clang-format off
 #include "../ops/elementwise.h"
 #include "../ops/linear.h"
+#include "../ops/kv_page.h"
+#include "../ops/softmax.h"
+#include "../ops/attention_products.h"
 #include "../ops/attention.h"
 // clang-format on
 
