@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 @dataclass(frozen=True, eq=False)
 class Batch:
     """What every executor takes; `com.microsoft.PagedAttention`'s own input contract. T new tokens of B
-    sequences, G groups of layers that share a window, R rows whose logits are wanted."""
+    sequences, G groups of layers that share a window, R rows whose logits are wanted. In a group no slot is
+    written twice, and no page by two sequences."""
 
     token_ids: NDArray[np.int32]  # [T] all new tokens, sequence after sequence
     cu_seqlens: NDArray[np.int32]  # [B + 1] where each sequence's tokens begin

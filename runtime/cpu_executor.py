@@ -162,8 +162,7 @@ class CpuExecutor:
         try:
             if rows > len(self._logits):
                 self._logits = np.empty((rows, decoder.logit_stride), np.float32)
-            if len(batch.token_ids) > 1:
-                check_slots(batch, PAGE_SIZE)
+            check_slots(batch, PAGE_SIZE)
             decoder.step(
                 batch.token_ids,
                 batch.cu_seqlens,
