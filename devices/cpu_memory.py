@@ -65,11 +65,15 @@ def step_bytes(run: RunSettings) -> int:
 
 
 def _scratch(spec: ModelSpec, widest: int) -> int:
-    """Of one thread: scores and values of 192 query rows over a segment of 256 tokens and a chunk of keys and
-    of values in float32; or a panel; or a row of permuted inputs."""
+    """Of one thread: the attention's arrays (`AttentionScratch`); or a panel; or a row of permuted inputs."""
     padded, group = _padded(spec.head_dim, 16), spec.num_heads // spec.num_kv_heads
-    rows = max(192, group)
-    attention = 4 * (rows * (256 + 2 * padded + 4) + 2 * padded * 64) + 8 * rows + 1024
+    rows, stride = max(192, group), _padded(spec.head_dim, 4)
+    # Scores, values of a segment and merged; a chunk of keys and of values; figures of rows and their queries.
+    arrays = [4 * rows * 256, 4 * rows * padded, 4 * rows * padded, 4 * 64 * padded, 4 * 64 * padded]
+    arrays += [4 * rows] * 6 + [8 * rows]
+    # For an int8 cache: queries, weights, their scales, sums, pairs of values.
+    arrays += [rows * stride, 4 * rows, 2 * rows * 256, 4 * 256, 4 * rows * padded, 4 * 32 * padded]
+    attention = sum(_padded(array, 64) for array in arrays)
     return _padded(max(attention, PANEL, 4 * widest), 4096)
 
 
@@ -109,7 +113,9 @@ def _tile_bytes(rows: int, columns: int, bits: int, group_size: int, symmetric: 
 
 
 def _page_bytes(spec: ModelSpec, kv_dtype: KvDtype) -> int:
-    """A page of `CpuExecutor` in all layers: values padded to 16 elements, heads to 64 bytes."""
-    elements = PAGE * (spec.head_dim + -(-spec.head_dim // 16) * 16)
+    """A page of `CpuExecutor` in all layers: values padded to 16 elements, keys in int8 to 4, heads to 64
+    bytes."""
+    keys = -(-spec.head_dim // 4) * 4 if kv_dtype == "int8" else spec.head_dim
+    elements = PAGE * (keys + -(-spec.head_dim // 16) * 16)
     head = elements * KV_BYTES[kv_dtype] + (2 * PAGE * 4 if kv_dtype == "int8" else 0)
     return spec.num_layers * spec.num_kv_heads * (-(-head // 64) * 64)

@@ -66,8 +66,10 @@ struct Activations {
 
 enum class KvType : int32_t { kF32 = 0, kF16 = 1, kInt8 = 2 };
 
-// A layer's cache: pages of 16 tokens, in each page one part a KV head: K [head_dim][16], V [16][head_dim
-// rounded up to 16], then for int8 f32 scales of the 16 keys and of the 16 values.
+// A layer's cache: pages of 16 tokens, in each page one part a KV head. In f32 and f16 K is [head_dim][16]
+// and V [16][head_dim rounded up to 16]. In int8 both are in the order of integer products, followed by f32
+// scales of the 16 keys and of the 16 values: K, with 128 added, is [head_dim / 4, rounded up][16][4
+// elements], V is [8] [head_dim rounded up to 16][2 tokens].
 struct KvShape {
     int heads = 0;
     int head_dim = 0;
@@ -75,7 +77,9 @@ struct KvShape {
 
     int padded_dim() const { return round_up(head_dim, 16); }
     int element_bytes() const { return type == KvType::kF32 ? 4 : type == KvType::kF16 ? 2 : 1; }
-    int key_bytes() const { return head_dim * kPageTokens * element_bytes(); }
+    int key_bytes() const {
+        return (type == KvType::kInt8 ? round_up(head_dim, 4) : head_dim) * kPageTokens * element_bytes();
+    }
     int value_bytes() const { return padded_dim() * kPageTokens * element_bytes(); }
     int head_bytes() const {
         return round_up(key_bytes() + value_bytes() + (type == KvType::kInt8 ? 2 * kPageTokens * 4 : 0), 64);

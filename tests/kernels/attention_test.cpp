@@ -48,8 +48,8 @@ double half_value(uint16_t half) {
     return half & 0x8000 ? -magnitude : magnitude;
 }
 
-// An element of a page as layout.h describes it, times its scale.
-double stored(KvType type, const uint8_t* elements, size_t index, const uint8_t* scale_at) {
+// An element of a page as layout.h describes it, times its scale; keys in int8 have `added` to them.
+double stored(KvType type, const uint8_t* elements, size_t index, const uint8_t* scale_at, int added) {
     if (type == KvType::kF16) {
         uint16_t half;
         std::memcpy(&half, elements + index * 2, 2);
@@ -57,7 +57,18 @@ double stored(KvType type, const uint8_t* elements, size_t index, const uint8_t*
     }
     float x;
     std::memcpy(&x, type == KvType::kF32 ? elements + index * 4 : scale_at, 4);
-    return type == KvType::kF32 ? x : static_cast<double>(x) * static_cast<int8_t>(elements[index]);
+    return type == KvType::kF32 ? x : static_cast<double>(x) * static_cast<int8_t>(elements[index] - added);
+}
+
+// A query as it enters the products: with an int8 cache rounded to 8 bits.
+std::vector<double> rounded_query(KvType type, const float* query, int n) {
+    std::vector<double> result(query, query + n);
+    if (type != KvType::kInt8) return result;
+    float largest = 0;
+    for (int d = 0; d < n; ++d) largest = std::max(largest, std::fabs(query[d]));
+    const float scale = largest / 127.0f, inverse = 1.0f / scale;
+    for (int d = 0; d < n; ++d) result[d] = static_cast<double>(scale) * std::nearbyint(query[d] * inverse);
+    return result;
 }
 
 Cache filled(const Kernels& kernels, Random& random, const Setting& setting) {
@@ -99,11 +110,13 @@ Cache filled(const Kernels& kernels, Random& random, const Setting& setting) {
             for (int d = 0; d < setting.head_dim; ++d) {
                 const uint8_t* key_scale = scales + slot * 4;
                 const uint8_t* value_scale = scales + (kPageTokens + slot) * 4;
-                cache.keys.push_back(
-                    near(stored(shape.type, page, d * kPageTokens + slot, key_scale), key[d], key_scale));
+                const bool integers = shape.type == KvType::kInt8;
+                const int at = integers ? d / 4 * 64 + slot * 4 + d % 4 : d * kPageTokens + slot;
+                const int padded = shape.padded_dim();
+                const int value_at = integers ? (slot / 2 * padded + d) * 2 + slot % 2 : slot * padded + d;
+                cache.keys.push_back(near(stored(shape.type, page, at, key_scale, 128), key[d], key_scale));
                 cache.values.push_back(
-                    near(stored(shape.type, values, slot * shape.padded_dim() + d, value_scale), value[d],
-                         value_scale));
+                    near(stored(shape.type, values, value_at, value_scale, 0), value[d], value_scale));
             }
         }
     }
@@ -162,11 +175,13 @@ class Attention {
     }
 
     void check_values(int head, int first, int count, const std::vector<float>& found) const {
+        // With an int8 cache the weights of the values, up to 10 here, are rounded to 15 bits.
+        const double tolerance = s_.type == KvType::kInt8 ? 1e-3 : 2e-5;
         for (int i = 0; i < count; ++i) {
             for (int g = 0; g < s_.group; ++g) {
                 const std::vector<double> expected = reference(head, first + i, g);
                 for (int d = 0; d < s_.head_dim; ++d) {
-                    check(std::fabs(found[i * row_ + g * s_.head_dim + d] - expected[d]) <= 2e-5,
+                    check(std::fabs(found[i * row_ + g * s_.head_dim + d] - expected[d]) <= tolerance,
                           "a row is the softmax in double precision, within rounding");
                 }
             }
@@ -197,7 +212,8 @@ class Attention {
     }
 
     std::vector<double> reference(int head, int position, int g) const {
-        const float* q = query(head, position) + g * s_.head_dim;
+        const std::vector<double> q =
+            rounded_query(s_.type, query(head, position) + g * s_.head_dim, s_.head_dim);
         std::vector<double> out(s_.head_dim);
         double sum = 0;
         for (int t = low(position); t <= position; ++t) {

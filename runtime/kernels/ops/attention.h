@@ -6,6 +6,13 @@
 // result depends on its position and on the stored keys and values, not on which rows or threads it was
 // computed with.
 
+// With an int8 cache both products are sums of integers: queries are rounded to 8 bits a row, and the weights
+// of the values (probability times the value's scale) to 15 bits a row and segment.
+
+constexpr int kScratchRows = 192;
+constexpr int kChunkPages = 4;
+constexpr int kChunkTokens = kChunkPages * kPageTokens;
+
 // Scratch of one thread, for up to `rows` rows (queries times heads of a group).
 struct AttentionScratch {
     float* scores;        // [rows][256]
@@ -18,214 +25,318 @@ struct AttentionScratch {
     float* total_max;     // [rows]
     float* total_sum;     // [rows]
     const float** query;  // [rows]
+
+    // For an int8 cache.
+    IntegerQueries queries;
+    int16_t* weights;      // [rows][256]
+    float* weight_scales;  // [rows]
+    float* value_scales;   // [256] of the current segment
+    int32_t* sums;         // [rows][padded_dim] of the current segment
+    uint8_t* pairs;        // [32][padded_dim] a chunk of values, two tokens of 16 bits
+
+    AttentionScratch(uint8_t* memory, int group, int head_dim) : at_(memory), begin_(memory) {
+        const size_t rows = std::max(kScratchRows, group), padded = round_up(head_dim, 16);
+        take(scores, rows * kSegmentTokens);
+        take(values, rows * padded);
+        take(total, rows * padded);
+        take(keys, padded * kChunkTokens);
+        take(chunk, padded * kChunkTokens);
+        for (float** of_rows :
+             {&row_max, &row_sum, &total_max, &total_sum, &weight_scales, &queries.scales}) {
+            take(*of_rows, rows);
+        }
+        take(query, rows);
+        queries.stride = round_up(head_dim, 4);
+        take(queries.codes, rows * queries.stride);
+        take(queries.minus_128, rows);
+        take(weights, rows * kSegmentTokens);
+        take(value_scales, kSegmentTokens);
+        take(sums, rows * padded);
+        take(pairs, padded * kChunkTokens / 2 * 4);
+    }
+
+    size_t bytes() const { return at_ - begin_; }
+
+  private:
+    template <typename T>
+    void take(T*& array, size_t count) {
+        array = reinterpret_cast<T*>(at_);
+        at_ += (count * sizeof(T) + 63) / 64 * 64;
+    }
+
+    uint8_t *at_, *begin_;
 };
 
-constexpr int kScratchRows = 192;
-constexpr int kChunkPages = 4;
-constexpr int kChunkTokens = kChunkPages * kPageTokens;
-
 inline size_t attention_scratch(int group, int head_dim) {
-    const size_t rows = std::max(kScratchRows, group), padded = round_up(head_dim, 16);
-    return sizeof(float) * (rows * (kSegmentTokens + 2 * padded + 4) + 2 * padded * kChunkTokens) +
-           rows * sizeof(float*) + 1024;
+    return AttentionScratch(nullptr, group, head_dim).bytes();
 }
 
-inline AttentionScratch carve(uint8_t* p, int group, int head_dim) {
-    const size_t rows = std::max(kScratchRows, group), padded = round_up(head_dim, 16);
-    AttentionScratch s;
-    float* at = reinterpret_cast<float*>(p);
-    const auto take = [&](size_t count) {
-        float* result = at;
-        at += (count + 15) / 16 * 16;
-        return result;
-    };
-    s.scores = take(rows * kSegmentTokens);
-    s.values = take(rows * padded);
-    s.total = take(rows * padded);
-    s.keys = take(padded * kChunkTokens);
-    s.chunk = take(padded * kChunkTokens);
-    s.row_max = take(rows);
-    s.row_sum = take(rows);
-    s.total_max = take(rows);
-    s.total_sum = take(rows);
-    s.query = reinterpret_cast<const float**>(at);
-    return s;
-}
+// The pages of one segment that a task's rows see.
+struct SegmentView {
+    int base;                  // position of its first token
+    int page_begin, page_end;  // pages within the segment
+    int tokens;                // from the first one to the last one seen
+
+    int first_page() const { return base / kPageTokens; }
+};
 
 template <KvType kType>
-void attend_of(const AttentionTask& task, uint8_t* scratch_bytes) {
-    const KvShape& shape = task.shape;
-    const int head_dim = shape.head_dim, padded = shape.padded_dim(), group = task.group;
-    const int rows = task.query_count * group;
-    AttentionScratch s = carve(scratch_bytes, group, head_dim);
-    for (int i = 0; i < task.query_count; ++i) {
-        for (int g = 0; g < group; ++g)
-            s.query[i * group + g] = task.queries + i * task.query_stride + g * head_dim;
-    }
-    const auto page_at = [&](int page) {
-        return Page<kType>{task.pages + task.block_table[page] * shape.page_bytes() +
-                               static_cast<size_t>(task.head) * shape.head_bytes(),
-                           shape};
-    };
-    const int last = task.first_position + task.query_count - 1;
-    const auto low_of = [&](int position) {
-        return task.window > 0 ? std::max(0, position - task.window + 1) : 0;
-    };
-    // Few rows read pages as they are; many share a chunk converted once.
-    const bool direct = rows <= 2 * kRowBlock;
-    bool merged_any = false;
-    for (int segment = task.segment_begin; segment < task.segment_end; ++segment) {
-        const int base = segment * kSegmentTokens;
-        const int seen_low = std::max(low_of(task.first_position), base);
-        const int seen_high = std::min(last, base + kSegmentTokens - 1);
-        const int page_begin = (seen_low - base) / kPageTokens,
-                  page_end = (seen_high - base) / kPageTokens + 1;
-        const int first_page = base / kPageTokens;
+class AttentionRun {
+  public:
+    AttentionRun(const AttentionTask& task, uint8_t* scratch)
+        : task_(task),
+          s_(scratch, task.group, task.shape.head_dim),
+          layout_(task.shape),
+          page_bytes_(task.shape.page_bytes()),
+          head_pages_(task.pages + static_cast<size_t>(task.head) * task.shape.head_bytes()),
+          head_dim_(task.shape.head_dim),
+          padded_(task.shape.padded_dim()),
+          rows_(task.query_count * task.group),
+          // Few rows read pages as they are; many share a chunk converted once.
+          direct_(rows_ <= 2 * kRowBlock) {}
 
-        for (int p = page_begin; p < page_end; p += kChunkPages) {
-            const int pages = std::min(kChunkPages, page_end - p);
-            float* scores = s.scores + p * kPageTokens;
-            if (direct) {
-                if (pages == kChunkPages) {
-                    const Page<kType> page[kChunkPages] = {
-                        page_at(first_page + p), page_at(first_page + p + 1), page_at(first_page + p + 2),
-                        page_at(first_page + p + 3)};
-                    scores_rows<kChunkPages>([&](int i, int d) { return page[i].keys(d); }, s.query, rows,
-                                             head_dim, scores);
-                } else {
-                    for (int i = 0; i < pages; ++i) {
-                        const Page<kType> page = page_at(first_page + p + i);
-                        scores_rows<1>([&](int, int d) { return page.keys(d); }, s.query, rows, head_dim,
-                                       scores + i * kPageTokens);
-                    }
-                }
-            } else {
+    void run() {
+        for (int r = 0; r < rows_; ++r) {
+            s_.query[r] = task_.queries + r / task_.group * task_.query_stride + r % task_.group * head_dim_;
+            if constexpr (kType == KvType::kInt8) quantize_query(s_.query[r], head_dim_, s_.queries, r);
+            s_.total_sum[r] = 0.0f;
+        }
+        for (int segment = task_.segment_begin; segment < task_.segment_end; ++segment) {
+            const SegmentView view = view_of(segment);
+            for (int p = view.page_begin; p < view.page_end; p += kChunkPages) scores(view, p);
+            if constexpr (kType == KvType::kInt8) {
+                for (int p = view.page_begin; p < view.page_end; ++p)
+                    store(s_.value_scales + p * kPageTokens, page(view, p).value_scales());
+            }
+            for (int r = 0; r < rows_; ++r) softmax(view, r);
+            for (int p = view.page_begin; p < view.page_end; p += kChunkPages) values(view, p);
+            for (int r = 0; r < rows_; ++r) finish(segment, r);
+        }
+        if (task_.parts == nullptr) write();
+    }
+
+  private:
+    int low_of(int position) const { return task_.window > 0 ? std::max(0, position - task_.window + 1) : 0; }
+
+    SegmentView view_of(int segment) const {
+        const int base = segment * kSegmentTokens, last = task_.first_position + task_.query_count - 1;
+        const int low = std::max(low_of(task_.first_position), base) - base;
+        const int high = std::min(last - base, kSegmentTokens - 1);
+        return {base, low / kPageTokens, high / kPageTokens + 1, high + 1};
+    }
+
+    Page<kType> page(const SegmentView& view, int index) const {
+        return {head_pages_ + task_.block_table[view.first_page() + index] * page_bytes_, layout_};
+    }
+
+    // Rows whose last token lies before page p see nothing of it.
+    int rows_before(const SegmentView& view, int p) const {
+        const int first_query = std::max(0, view.base + p * kPageTokens - task_.first_position);
+        return std::min(first_query, task_.query_count) * task_.group;
+    }
+
+    // Scores of a chunk of pages from p.
+    void scores(const SegmentView& view, int p) {
+        const int pages = std::min(kChunkPages, view.page_end - p);
+        const int skipped = direct_ ? 0 : rows_before(view, p);
+        if constexpr (kType != KvType::kInt8) {
+            if (!direct_) {
                 for (int i = 0; i < pages; ++i) {
-                    const Page<kType> page = page_at(first_page + p + i);
-                    for (int d = 0; d < head_dim; ++d)
-                        store(s.keys + d * kChunkTokens + i * kPageTokens, page.keys(d));
-                }
-                // Rows whose last token lies before this chunk have nothing in it.
-                const int first_query = std::max(0, base + p * kPageTokens - task.first_position);
-                const int skipped = std::min(first_query, task.query_count) * group;
-                if (pages == kChunkPages) {
-                    scores_rows<kChunkPages>(
-                        [&](int i, int d) { return load(s.keys + d * kChunkTokens + i * kPageTokens); },
-                        s.query + skipped, rows - skipped, head_dim, scores + skipped * kSegmentTokens);
-                } else {
-                    for (int i = 0; i < pages; ++i) {
-                        scores_rows<1>(
-                            [&](int, int d) { return load(s.keys + d * kChunkTokens + i * kPageTokens); },
-                            s.query + skipped, rows - skipped, head_dim,
-                            scores + skipped * kSegmentTokens + i * kPageTokens);
-                    }
+                    const Page<kType> from = page(view, p + i);
+                    for (int d = 0; d < head_dim_; ++d)
+                        store(s_.keys + d * kChunkTokens + i * kPageTokens, from.keys(d));
                 }
             }
         }
+        if (pages == kChunkPages) {
+            scores_of<kChunkPages>(view, p, 0, skipped);
+        } else {
+            for (int i = 0; i < pages; ++i) scores_of<1>(view, p, i, skipped);
+        }
+    }
 
-        for (int r = 0; r < rows; ++r) {
-            const int position = task.first_position + r / group;
-            float* scores = s.scores + r * kSegmentTokens;
-            const int low = std::max(low_of(position), base) - base;
-            const int high = std::min(position, base + kSegmentTokens - 1) - base;
-            s.row_sum[r] = 0.0f;
-            if (low > high) {  // nothing of this segment is seen
-                std::memset(scores + page_begin * kPageTokens, 0,
-                            (page_end - page_begin) * kPageTokens * sizeof(float));
-                continue;
-            }
-            const int begin = low / kPageTokens, end = high / kPageTokens + 1;
-            for (int p = begin; p < end; ++p) {
-                float* at = scores + p * kPageTokens;
-                if constexpr (kType == KvType::kInt8) {
-                    store(at, mul(load(at), load(page_at(first_page + p).key_scales())));
-                }
-                if (task.softcap > 0.0f) {
-                    const F32 capped = tanh(mul(load(at), set1(1.0f / task.softcap)));
-                    store(at, mul(set1(task.softcap * kLog2E), capped));
-                }
-            }
-            softmax_row(scores, begin, end, low, high, s.row_max + r, s.row_sum + r);
-            if constexpr (kType == KvType::kInt8) {
+    // Of kPages pages, from the i-th of the chunk at p on.
+    template <int kPages>
+    void scores_of(const SegmentView& view, int p, int i, int skipped) {
+        const uint8_t* bases[kPages];
+        for (int j = 0; j < kPages; ++j) bases[j] = page(view, p + i + j).base;
+        const auto of = [&](int j) { return Page<kType>{bases[j], layout_}; };
+        float* out = s_.scores + skipped * kSegmentTokens + (p + i) * kPageTokens;
+        if constexpr (kType == KvType::kInt8) {
+            integer_scores<kPages>([&](int j, int d) { return of(j).keys(d); },
+                                   [&](int j) { return of(j).key_scales(); }, s_.queries.from(skipped),
+                                   rows_ - skipped, out);
+        } else if (direct_) {
+            float_scores<kPages>([&](int j, int d) { return of(j).keys(d); }, s_.query, rows_, head_dim_,
+                                 out);
+        } else {
+            float_scores<kPages>(
+                [&](int j, int d) { return load(s_.keys + d * kChunkTokens + (i + j) * kPageTokens); },
+                s_.query + skipped, rows_ - skipped, head_dim_, out);
+        }
+    }
+
+    // A row's scores become the weights of its values; those that it does not see have none.
+    void softmax(const SegmentView& view, int r) {
+        const int position = task_.first_position + r / task_.group;
+        const int low = std::max(low_of(position), view.base) - view.base;
+        const int high = std::min(position - view.base, kSegmentTokens - 1);
+        float* scores = s_.scores + r * kSegmentTokens;
+        int begin = view.page_end, end = view.page_end;
+        s_.row_sum[r] = 0.0f;
+        if (low <= high) {
+            begin = low / kPageTokens;
+            end = high / kPageTokens + 1;
+            if (task_.softcap > 0.0f) {
                 for (int p = begin; p < end; ++p) {
                     float* at = scores + p * kPageTokens;
-                    store(at, mul(load(at), load(page_at(first_page + p).value_scales())));
+                    const F32 capped = tanh(mul(load(at), set1(1.0f / task_.softcap)));
+                    store(at, mul(set1(task_.softcap * kLog2E), capped));
                 }
             }
-            std::memset(scores + page_begin * kPageTokens, 0,
-                        (begin - page_begin) * kPageTokens * sizeof(float));
-            std::memset(scores + end * kPageTokens, 0, (page_end - end) * kPageTokens * sizeof(float));
+            softmax_row(scores, begin, end, low, high, s_.row_max + r, s_.row_sum + r);
         }
-
-        for (int p = page_begin; p < page_end; p += kChunkPages) {
-            const int pages = std::min(kChunkPages, page_end - p);
-            const int tokens = std::min(pages * kPageTokens, seen_high - base - p * kPageTokens + 1);
-            const float* scores = s.scores + p * kPageTokens;
-            const bool first = p == page_begin;
-            if (direct) {
-                for (int i = 0; i * kPageTokens < tokens; ++i) {
-                    const Page<kType> page = page_at(first_page + p + i);
-                    values_all([&](int t, int element) { return page.values(t, element); },
-                               scores + i * kPageTokens, rows,
-                               std::min(kPageTokens, tokens - i * kPageTokens), s.values, padded,
-                               first && i == 0);
-                }
-            } else {
-                for (int i = 0; i < pages; ++i) {
-                    const Page<kType> page = page_at(first_page + p + i);
-                    for (int t = 0; t < kPageTokens; ++t) {
-                        for (int e = 0; e < padded; e += 16) {
-                            store(s.chunk + (i * kPageTokens + t) * padded + e, page.values(t, e));
-                        }
-                    }
-                }
-                const int first_query = std::max(0, base + p * kPageTokens - task.first_position);
-                const int skipped = first ? 0 : std::min(first_query, task.query_count) * group;
-                values_all([&](int t, int element) { return load(s.chunk + t * padded + element); },
-                           scores + skipped * kSegmentTokens, rows - skipped, tokens,
-                           s.values + skipped * padded, padded, first);
-            }
+        if constexpr (kType == KvType::kInt8) {
+            weigh(view, r, begin, end);
+        } else {
+            clear(scores, view, begin, end);
         }
-
-        for (int r = 0; r < rows; ++r) {
-            float* values = s.values + r * padded;
-            if (task.parts != nullptr) {
-                task.parts[segment * group + r] = {s.row_sum[r] > 0.0f ? s.row_max[r] : 0.0f, s.row_sum[r]};
-                std::memcpy(task.part_values + (static_cast<size_t>(segment) * group + r) * padded, values,
-                            padded * sizeof(float));
-                continue;
-            }
-            float* total = s.total + r * padded;
-            if (!merged_any) s.total_sum[r] = 0.0f;
-            if (s.row_sum[r] == 0.0f) continue;
-            if (s.total_sum[r] == 0.0f) {
-                std::memcpy(total, values, padded * sizeof(float));
-                s.total_max[r] = s.row_max[r];
-                s.total_sum[r] = s.row_sum[r];
-            } else {
-                merge_row(s.total_max + r, s.total_sum + r, total, s.row_max[r], s.row_sum[r], values,
-                          padded);
-            }
-        }
-        merged_any = true;
     }
-    if (task.parts != nullptr) return;
-    for (int r = 0; r < rows; ++r) {
-        float* total = s.total + r * padded;
-        const F32 inverse = set1(1.0f / s.total_sum[r]);
-        for (int e = 0; e < padded; e += 16) store(total + e, mul(load(total + e), inverse));
-        float* out = task.output + r / group * task.output_stride + r % group * head_dim;
-        std::memcpy(out, total, head_dim * sizeof(float));
+
+    // Zeros for the pages that other rows see.
+    template <typename T>
+    static void clear(T* row, const SegmentView& view, int begin, int end) {
+        std::fill(row + view.page_begin * kPageTokens, row + begin * kPageTokens, T{});
+        std::fill(row + end * kPageTokens, row + view.page_end * kPageTokens, T{});
     }
-}
+
+    // Rounds a row's weights, times the scales of the values, to 15 bits.
+    void weigh(const SegmentView& view, int r, int begin, int end) {
+        float* scores = s_.scores + r * kSegmentTokens;
+        int16_t* weights = s_.weights + r * kSegmentTokens;
+        F32 largest = zero();
+        for (int p = begin; p < end; ++p) {
+            const F32 weight = mul(load(scores + p * kPageTokens), load(s_.value_scales + p * kPageTokens));
+            store(scores + p * kPageTokens, weight);
+            largest = max(largest, weight);
+        }
+        const float most = reduce_max(largest);
+        s_.weight_scales[r] = most > 1e-30f ? most / 32767.0f : 0.0f;
+        const F32 inverse = set1(most > 1e-30f ? 32767.0f / most : 0.0f);
+        for (int p = begin; p < end; ++p) {
+            store_s16(weights + p * kPageTokens, round_to_int(mul(load(scores + p * kPageTokens), inverse)));
+        }
+        clear(weights, view, begin, end);
+    }
+
+    // Adds the values of a chunk of pages from p.
+    void values(const SegmentView& view, int p) {
+        const int pages = std::min(kChunkPages, view.page_end - p);
+        const int tokens = std::min(pages * kPageTokens, view.tokens - p * kPageTokens);
+        const bool first = p == view.page_begin;
+        if (direct_) {
+            for (int i = 0; i * kPageTokens < tokens; ++i) {
+                const Page<kType> from = page(view, p + i);
+                values_of([&](int t, int element) { return from.values(t, element); }, (p + i) * kPageTokens,
+                          std::min(kPageTokens, tokens - i * kPageTokens), 0, first && i == 0);
+            }
+            return;
+        }
+        const int steps = kType == KvType::kInt8 ? kPageTokens / 2 : kPageTokens;
+        for (int i = 0; i < pages; ++i) {
+            const Page<kType> from = page(view, p + i);
+            for (int t = 0; t < steps; ++t) {
+                for (int e = 0; e < padded_; e += 16) put(i * steps + t, e, from.values(t, e));
+            }
+        }
+        const int skipped = first ? 0 : rows_before(view, p);
+        values_of([&](int t, int element) { return get(t, element); }, p * kPageTokens, tokens, skipped,
+                  first);
+    }
+
+    // `tokens` tokens from the `begin`-th of the segment, for rows from `skipped` on.
+    template <typename Value>
+    void values_of(Value value, int begin, int tokens, int skipped, bool first) {
+        const size_t weights = static_cast<size_t>(skipped) * kSegmentTokens + begin;
+        const size_t to = static_cast<size_t>(skipped) * padded_;
+        if constexpr (kType == KvType::kInt8) {
+            integer_values(value, s_.weights + weights, rows_ - skipped, (tokens + 1) / 2, s_.sums + to,
+                           padded_, first);
+        } else {
+            float_values(value, s_.scores + weights, rows_ - skipped, tokens, s_.values + to, padded_, first);
+        }
+    }
+
+    // A chunk of values, as the products take them.
+    auto get(int step, int element) const {
+        if constexpr (kType == KvType::kInt8) {
+            return load_bytes(s_.pairs + (static_cast<size_t>(step) * padded_ + element) * 4);
+        } else {
+            return load(s_.chunk + static_cast<size_t>(step) * padded_ + element);
+        }
+    }
+    template <typename Vector>
+    void put(int step, int element, Vector vector) {
+        if constexpr (kType == KvType::kInt8) {
+            store_bytes(s_.pairs + (static_cast<size_t>(step) * padded_ + element) * 4, vector);
+        } else {
+            store(s_.chunk + static_cast<size_t>(step) * padded_ + element, vector);
+        }
+    }
+
+    // Leaves a row's part of the segment where it is merged later, or merges it.
+    void finish(int segment, int r) {
+        float* values = s_.values + r * padded_;
+        if constexpr (kType == KvType::kInt8) {
+            const F32 scale = set1(s_.weight_scales[r]);
+            for (int e = 0; e < padded_; e += 16)
+                store(values + e, mul(to_float(load_int(s_.sums + r * padded_ + e)), scale));
+        }
+        const size_t bytes = padded_ * sizeof(float);
+        if (task_.parts != nullptr) {
+            const size_t part = static_cast<size_t>(segment) * task_.group + r;
+            task_.parts[part] = {s_.row_sum[r] > 0.0f ? s_.row_max[r] : 0.0f, s_.row_sum[r]};
+            std::memcpy(task_.part_values + part * padded_, values, bytes);
+            return;
+        }
+        if (s_.row_sum[r] == 0.0f) return;
+        float* total = s_.total + r * padded_;
+        if (s_.total_sum[r] == 0.0f) {
+            std::memcpy(total, values, bytes);
+            s_.total_max[r] = s_.row_max[r];
+            s_.total_sum[r] = s_.row_sum[r];
+        } else {
+            merge_row(s_.total_max + r, s_.total_sum + r, total, s_.row_max[r], s_.row_sum[r], values,
+                      padded_);
+        }
+    }
+
+    void write() const {
+        for (int r = 0; r < rows_; ++r) {
+            float* total = s_.total + r * padded_;
+            const F32 inverse = set1(1.0f / s_.total_sum[r]);
+            for (int e = 0; e < padded_; e += 16) store(total + e, mul(load(total + e), inverse));
+            float* out = task_.output + r / task_.group * task_.output_stride + r % task_.group * head_dim_;
+            std::memcpy(out, total, head_dim_ * sizeof(float));
+        }
+    }
+
+    const AttentionTask& task_;
+    AttentionScratch s_;
+    const PageLayout layout_;
+    const size_t page_bytes_;
+    const uint8_t* const head_pages_;
+    const int head_dim_, padded_, rows_;
+    const bool direct_;
+};
 
 void attend(const AttentionTask& task, uint8_t* scratch) {
     switch (task.shape.type) {
         case KvType::kF32:
-            return attend_of<KvType::kF32>(task, scratch);
+            return AttentionRun<KvType::kF32>(task, scratch).run();
         case KvType::kF16:
-            return attend_of<KvType::kF16>(task, scratch);
+            return AttentionRun<KvType::kF16>(task, scratch).run();
         case KvType::kInt8:
-            return attend_of<KvType::kInt8>(task, scratch);
+            return AttentionRun<KvType::kInt8>(task, scratch).run();
     }
 }

@@ -1,92 +1,172 @@
 // Scores of query rows against keys, and weighted sums of values: one accumulator an element, keys' elements
 // and tokens in ascending order. Included inside the namespace of an instruction set.
 
-// Scores of kRows rows against kPages pages; `key(page, d)` gives a vector.
-template <int kRows, int kPages, typename Key>
-inline void scores_block(Key key, const float* const* query, int head_dim, float* scores) {
-    F32 acc[kRows][kPages];
+// sums[r][i] = multiply(left(i, k), right(r, k), sums[r][i]) for k from 0 to count.
+template <int kRows, int kVectors, typename Sum, typename Left, typename Right, typename Multiply>
+inline void product_block(int count, Left left, Right right, Multiply multiply,
+                          Sum (&sums)[kRows][kVectors]) {
+    // A copy, which compilers keep in registers.
+    Sum own[kRows][kVectors];
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-        for (int p = 0; p < kPages; ++p) acc[r][p] = zero();
-    }
-    for (int d = 0; d < head_dim; ++d) {
-        F32 k[kPages];
 #pragma GCC unroll 4
-        for (int p = 0; p < kPages; ++p) k[p] = key(p, d);
+        for (int i = 0; i < kVectors; ++i) own[r][i] = sums[r][i];
+    }
+    for (int k = 0; k < count; ++k) {
+        decltype(left(0, 0)) vectors[kVectors];
+#pragma GCC unroll 4
+        for (int i = 0; i < kVectors; ++i) vectors[i] = left(i, k);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
-            const F32 q = set1(query[r][d]);
+            const auto factor = right(r, k);
 #pragma GCC unroll 4
-            for (int p = 0; p < kPages; ++p) acc[r][p] = fma(k[p], q, acc[r][p]);
+            for (int i = 0; i < kVectors; ++i) own[r][i] = multiply(vectors[i], factor, own[r][i]);
         }
     }
-    for (int r = 0; r < kRows; ++r) {
-        for (int p = 0; p < kPages; ++p) store(scores + r * kSegmentTokens + p * kPageTokens, acc[r][p]);
-    }
-}
-
-// values[row] += score[row][token] * value[token], for kRows rows and kVectors vectors, tokens ascending.
-template <int kRows, int kVectors, typename Value>
-inline void values_block(Value value, const float* scores, int tokens, float* out, size_t stride,
-                         bool first) {
-    F32 acc[kRows][kVectors];
-    for (int r = 0; r < kRows; ++r) {
-        for (int i = 0; i < kVectors; ++i) acc[r][i] = first ? zero() : load(out + r * stride + i * 16);
-    }
-    for (int t = 0; t < tokens; ++t) {
-        F32 v[kVectors];
-#pragma GCC unroll 4
-        for (int i = 0; i < kVectors; ++i) v[i] = value(t, i);
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-            const F32 p = set1(scores[r * kSegmentTokens + t]);
-#pragma GCC unroll 4
-            for (int i = 0; i < kVectors; ++i) acc[r][i] = fma(v[i], p, acc[r][i]);
-        }
-    }
     for (int r = 0; r < kRows; ++r) {
-        for (int i = 0; i < kVectors; ++i) store(out + r * stride + i * 16, acc[r][i]);
+#pragma GCC unroll 4
+        for (int i = 0; i < kVectors; ++i) sums[r][i] = own[r][i];
     }
 }
 
-template <int kPages, typename Key>
-inline void scores_rows(Key key, const float* const* query, int rows, int head_dim, float* scores) {
+// Calls block(rows, first row) for blocks of kRowBlock rows, of 3 and of 1; `rows` is a compile-time
+// constant.
+template <typename Block>
+inline void each_row_block(int rows, Block block) {
     int r = 0;
-    for (; r + kRowBlock <= rows; r += kRowBlock) {
-        scores_block<kRowBlock, kPages>(key, query + r, head_dim, scores + r * kSegmentTokens);
-    }
-    for (; r + 3 <= rows; r += 3)
-        scores_block<3, kPages>(key, query + r, head_dim, scores + r * kSegmentTokens);
-    for (; r < rows; ++r) scores_block<1, kPages>(key, query + r, head_dim, scores + r * kSegmentTokens);
+    for (; r + kRowBlock <= rows; r += kRowBlock) block(std::integral_constant<int, kRowBlock>(), r);
+    for (; r + 3 <= rows; r += 3) block(std::integral_constant<int, 3>(), r);
+    for (; r < rows; ++r) block(std::integral_constant<int, 1>(), r);
 }
 
-template <int kVectors, typename Value>
-inline void values_rows(Value value, const float* scores, int rows, int tokens, float* out, size_t stride,
-                        bool first) {
-    int r = 0;
-    for (; r + kRowBlock <= rows; r += kRowBlock) {
-        values_block<kRowBlock, kVectors>(value, scores + r * kSegmentTokens, tokens, out + r * stride,
-                                          stride, first);
-    }
-    for (; r + 3 <= rows; r += 3) {
-        values_block<3, kVectors>(value, scores + r * kSegmentTokens, tokens, out + r * stride, stride,
-                                  first);
-    }
-    for (; r < rows; ++r) {
-        values_block<1, kVectors>(value, scores + r * kSegmentTokens, tokens, out + r * stride, stride,
-                                  first);
-    }
-}
-
-template <typename Value>
-inline void values_all(Value value, const float* scores, int rows, int tokens, float* out, int padded,
-                       bool first) {
+// Calls vectors(count, first element) for 4 vectors of elements at a time, and for 1.
+template <typename Vectors>
+inline void each_vectors(int padded_dim, Vectors vectors) {
     int element = 0;
-    for (; element + 64 <= padded; element += 64) {
-        values_rows<4>([&](int t, int i) { return value(t, element + i * 16); }, scores, rows, tokens,
-                       out + element, padded, first);
+    for (; element + 64 <= padded_dim; element += 64) vectors(std::integral_constant<int, 4>(), element);
+    for (; element < padded_dim; element += 16) vectors(std::integral_constant<int, 1>(), element);
+}
+
+// Scores of rows against kPages pages, [rows][256 tokens]; `key(page, d)` gives a vector.
+template <int kPages, typename Key>
+inline void float_scores(Key key, const float* const* query, int rows, int head_dim, float* scores) {
+    each_row_block(rows, [&](auto count, int first) {
+        F32 sums[count()][kPages];
+        for (auto& row : sums) std::fill(row, row + kPages, zero());
+        product_block(
+            head_dim, key, [&](int r, int d) { return set1(query[first + r][d]); },
+            [](F32 k, F32 q, F32 sum) { return fma(k, q, sum); }, sums);
+        for (int r = 0; r < count(); ++r) {
+            float* out = scores + (first + r) * kSegmentTokens;
+            for (int p = 0; p < kPages; ++p) store(out + p * kPageTokens, sums[r][p]);
+        }
+    });
+}
+
+// out[row] += score[row][token] * value[token]; where `first`, from zero.
+template <typename Value>
+inline void float_values(Value value, const float* scores, int rows, int tokens, float* out, int padded_dim,
+                         bool first) {
+    each_vectors(padded_dim, [&](auto vectors, int element) {
+        each_row_block(rows, [&](auto count, int row) {
+            F32 sums[count()][vectors()];
+            float* to = out + static_cast<size_t>(row) * padded_dim + element;
+            for (int r = 0; r < count(); ++r) {
+                for (int i = 0; i < vectors(); ++i)
+                    sums[r][i] = first ? zero() : load(to + r * padded_dim + i * 16);
+            }
+            product_block(
+                tokens, [&](int i, int t) { return value(t, element + i * 16); },
+                [&](int r, int t) { return set1(scores[(row + r) * kSegmentTokens + t]); },
+                [](F32 v, F32 p, F32 sum) { return fma(v, p, sum); }, sums);
+            for (int r = 0; r < count(); ++r) {
+                for (int i = 0; i < vectors(); ++i) store(to + r * padded_dim + i * 16, sums[r][i]);
+            }
+        });
+    });
+}
+
+// The same in integers. Queries are rounded to 8 bits a row, so that scores are exact integers times two
+// scales. `key(page, d)` gives 4 elements of 16 keys with 128 added, `key_scales(page)` their scales.
+struct IntegerQueries {
+    int8_t* codes;       // [rows][stride]
+    int stride;          // head_dim rounded up to 4
+    float* scales;       // [rows]
+    int32_t* minus_128;  // [rows] minus 128 times the sum of the codes
+
+    IntegerQueries from(int row) const {
+        return {codes + row * stride, stride, scales + row, minus_128 + row};
     }
-    for (; element < padded; element += 16) {
-        values_rows<1>([&](int t, int) { return value(t, element); }, scores, rows, tokens, out + element,
-                       padded, first);
+};
+
+inline void quantize_query(const float* row, int head_dim, const IntegerQueries& out, int index) {
+    F32 largest = zero();
+    for (int d = 0; d < head_dim; d += 16) {
+        largest = max(largest, finite_or_infinite(abs(load_some(row + d, head_dim - d))));
     }
+    const float magnitude = reduce_max(largest);
+    float scale = magnitude > 1e-30f ? magnitude / 127.0f : 0.0f;
+    if (magnitude == HUGE_VALF) scale = NAN;  // carried to every score
+    const F32 inverse = set1(scale > 0.0f ? 1.0f / scale : 0.0f);
+    I32 sum = set1(0);
+    alignas(64) int8_t codes[16];
+    for (int d = 0; d < head_dim; d += 16) {
+        const int count = std::min(16, head_dim - d);
+        const F32 x = scale == scale ? load_some(row + d, count) : zero();
+        const I32 q = round_to_int(mul(x, inverse));
+        sum = add(sum, q);
+        store_s8(codes, q);
+        std::memcpy(out.codes + index * out.stride + d, codes, std::min(16, out.stride - d));
+    }
+    out.scales[index] = scale;
+    out.minus_128[index] = -128 * reduce_add(sum);
+}
+
+template <int kPages, typename Key, typename KeyScales>
+inline void integer_scores(Key key, KeyScales key_scales, const IntegerQueries& queries, int rows,
+                           float* scores) {
+    each_row_block(rows, [&](auto count, int row) {
+        I32 sums[count()][kPages];
+        for (int r = 0; r < count(); ++r) {
+            std::fill(sums[r], sums[r] + kPages, set1(queries.minus_128[row + r]));
+        }
+        product_block(
+            queries.stride / 4, key,
+            [&](int r, int d) { return broadcast4(queries.codes + (row + r) * queries.stride + 4 * d); },
+            [](Bytes k, Bytes q, I32 sum) { return dot4<true>(sum, k, q); }, sums);
+        for (int p = 0; p < kPages; ++p) {
+            const F32 scales = key_scales(p);
+            for (int r = 0; r < count(); ++r) {
+                store(scores + (row + r) * kSegmentTokens + p * kPageTokens,
+                      mul(mul(to_float(sums[r][p]), set1(queries.scales[row + r])), scales));
+            }
+        }
+    });
+}
+
+// Sums of a segment's values in integers: 256 tokens of 15 by 7 bits fit in 32. `value(pair, element)` gives
+// 16 elements of two tokens.
+template <typename Value>
+inline void integer_values(Value value, const int16_t* weights, int rows, int pairs, int32_t* out,
+                           int padded_dim, bool first) {
+    each_vectors(padded_dim, [&](auto vectors, int element) {
+        each_row_block(rows, [&](auto count, int row) {
+            I32 sums[count()][vectors()];
+            int32_t* to = out + static_cast<size_t>(row) * padded_dim + element;
+            for (int r = 0; r < count(); ++r) {
+                for (int i = 0; i < vectors(); ++i)
+                    sums[r][i] = first ? set1(0) : load_int(to + r * padded_dim + i * 16);
+            }
+            product_block(
+                pairs, [&](int i, int pair) { return value(pair, element + i * 16); },
+                [&](int r, int pair) {
+                    return broadcast_pair(weights + (row + r) * kSegmentTokens + 2 * pair);
+                },
+                [](Bytes v, Bytes p, I32 sum) { return dot2(sum, v, p); }, sums);
+            for (int r = 0; r < count(); ++r) {
+                for (int i = 0; i < vectors(); ++i) store_int(to + r * padded_dim + i * 16, sums[r][i]);
+            }
+        });
+    });
 }

@@ -1,28 +1,50 @@
 // A KV head's part of a page: read as lanes of floats, and written token by token. Included inside the
 // namespace of an instruction set.
 
-// Reading and writing a page of one KV head.
+// Where a KV head's part of a page has what; worked out once, not for every page.
+struct PageLayout {
+    explicit PageLayout(const KvShape& shape)
+        : values(shape.key_bytes()), scales(values + shape.value_bytes()), padded_dim(shape.padded_dim()) {}
+
+    size_t values, scales;  // bytes from its beginning
+    size_t padded_dim;
+};
+
+// Reading a page of one KV head.
 template <KvType kType>
 struct Page {
     const uint8_t* base;
-    const KvShape& shape;
+    PageLayout layout;
 
     F32 vector(const uint8_t* p, size_t index) const {
         if constexpr (kType == KvType::kF32) return load(reinterpret_cast<const float*>(p) + index);
         if constexpr (kType == KvType::kF16) return load_f16(reinterpret_cast<const uint16_t*>(p) + index);
-        if constexpr (kType == KvType::kInt8)
-            return to_float(load_s8(reinterpret_cast<const int8_t*>(p) + index));
     }
-    // Element d of the 16 keys; int8 without their scales.
+    // Element d of the 16 keys.
     F32 keys(int d) const { return vector(base, static_cast<size_t>(d) * kPageTokens); }
-    // 16 elements of one value; int8 without its scale.
+    // 16 elements of one value.
     F32 values(int token, int element) const {
-        return vector(base + shape.key_bytes(), static_cast<size_t>(token) * shape.padded_dim() + element);
+        return vector(base + layout.values, token * layout.padded_dim + element);
     }
-    const float* key_scales() const {
-        return reinterpret_cast<const float*>(base + shape.key_bytes() + shape.value_bytes());
+};
+
+template <>
+struct Page<KvType::kInt8> {
+    const uint8_t* base;
+    PageLayout layout;
+
+    // Elements 4d .. 4d+3 of the 16 keys, with 128 added.
+    Bytes keys(int d) const { return load_bytes(base + d * 64); }
+    // 16 elements of two values, 16 bits each.
+    Bytes values(int pair, int element) const {
+        return widen_pairs(reinterpret_cast<const int8_t*>(base + layout.values) +
+                           2 * (pair * layout.padded_dim + element));
     }
-    const float* value_scales() const { return key_scales() + kPageTokens; }
+    F32 key_scales() const { return load(scales()); }
+    F32 value_scales() const { return load(scales() + kPageTokens); }
+
+  private:
+    const float* scales() const { return reinterpret_cast<const float*>(base + layout.scales); }
 };
 
 // Stored values are finite whatever comes in, so that a stale page can never poison a masked row.
@@ -31,26 +53,31 @@ inline float finite(float x, float limit) {
     return low < limit ? low : limit;
 }
 
-// The same for 16 elements, of which `count` exist; the rest are 0.
-inline F32 finite16(const float* x, int count, float limit) {
+// 16 elements, of which `count` exist; the rest are 0.
+inline F32 load_some(const float* x, int count) {
     alignas(64) float lanes[16] = {};
     if (count < 16) x = static_cast<const float*>(std::memcpy(lanes, x, count * sizeof(float)));
-    const F32 high = set1(limit), low = set1(-limit), v = load(x);
-    const F32 raised = select_less(low, v, v, low);
+    return load(x);
+}
+
+inline F32 finite(F32 x, float limit) {
+    const F32 high = set1(limit), low = set1(-limit), raised = select_less(low, x, x, low);
     return select_less(raised, high, raised, high);
 }
 
 inline float int8_scale(const float* row, int n) {
-    float largest = 0.0f;
-    for (int d = 0; d < n; ++d) {
-        const float magnitude = std::fabs(finite(row[d], 3.0e38f));
-        largest = magnitude > largest ? magnitude : largest;
+    F32 largest = zero();
+    for (int begin = 0; begin < n; begin += 16) {
+        largest = max(largest, abs(finite(load_some(row + begin, n - begin), 3.0e38f)));
     }
-    return largest > 1e-30f ? largest / 127.0f : 0.0f;
+    const float magnitude = reduce_max(largest);
+    return magnitude > 1e-30f ? magnitude / 127.0f : 0.0f;
 }
 
-inline int8_t int8_element(float x, float inverse) {
-    return static_cast<int8_t>(std::nearbyint(finite(x * inverse, 127.0f)));
+// 16 elements over their scale.
+inline I32 int8_codes(const float* x, int count, float scale) {
+    const F32 inverse = set1(scale > 0.0f ? 1.0f / scale : 0.0f);
+    return round_to_int(finite(mul(load_some(x, count), inverse), 127.0f));
 }
 
 void store_kv(const KvShape& shape, uint8_t* page, int slot, const float* key, const float* value) {
@@ -67,19 +94,25 @@ void store_kv(const KvShape& shape, uint8_t* page, int slot, const float* key, c
         alignas(64) uint16_t halves[16];
         for (int begin = 0; begin < padded; begin += 16) {
             const int count = std::min(16, n - begin);
-            store_f16(halves, finite16(key + begin, count, 65504.0f));
+            store_f16(halves, finite(load_some(key + begin, count), 65504.0f));
             for (int d = 0; d < count; ++d) k[(begin + d) * kPageTokens + slot] = halves[d];
-            store_f16(v + begin, finite16(value + begin, count, 65504.0f));
+            store_f16(v + begin, finite(load_some(value + begin, count), 65504.0f));
         }
     } else {
-        int8_t* k = reinterpret_cast<int8_t*>(page);
-        int8_t* v = reinterpret_cast<int8_t*>(values) + static_cast<size_t>(slot) * padded;
+        int8_t* v = reinterpret_cast<int8_t*>(values) + static_cast<size_t>(slot / 2) * padded * 2 + slot % 2;
         float* scales = reinterpret_cast<float*>(values + shape.value_bytes());
-        const float ks = int8_scale(key, n), vs = int8_scale(value, n);
-        scales[slot] = ks;
-        scales[kPageTokens + slot] = vs;
-        const float ki = ks > 0.0f ? 1.0f / ks : 0.0f, vi = vs > 0.0f ? 1.0f / vs : 0.0f;
-        for (int d = 0; d < n; ++d) k[d * kPageTokens + slot] = int8_element(key[d], ki);
-        for (int d = 0; d < n; ++d) v[d] = int8_element(value[d], vi);
+        const float key_scale = int8_scale(key, n), value_scale = int8_scale(value, n);
+        scales[slot] = key_scale;
+        scales[kPageTokens + slot] = value_scale;
+        alignas(64) int32_t codes[16];
+        for (int begin = 0; begin < n; begin += 16) {
+            const int count = std::min(16, n - begin);
+            store_int(codes, add(int8_codes(key + begin, count, key_scale), set1(128)));
+            for (int d = 0; d < count; ++d) {
+                page[(begin + d) / 4 * 64 + slot * 4 + (begin + d) % 4] = static_cast<uint8_t>(codes[d]);
+            }
+            store_int(codes, int8_codes(value + begin, count, value_scale));
+            for (int d = 0; d < count; ++d) v[2 * (begin + d)] = static_cast<int8_t>(codes[d]);
+        }
     }
 }

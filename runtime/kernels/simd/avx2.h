@@ -130,6 +130,21 @@ inline I32 dot4(I32 acc, Bytes weights, Bytes activations) {
             dot4_half<kEightBits>(acc.b, weights.b, activations.b)};
 }
 
+inline Bytes widen_pairs(const int8_t* p) {
+    return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+            _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
+}
+// Values fit in 16 bits: saturation never acts.
+inline void store_s16(int16_t* p, I32 x) {
+    const __m256i mixed = _mm256_packs_epi32(x.a, x.b);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(mixed, 0xd8));
+}
+inline Bytes broadcast_pair(const int16_t* p) { return broadcast4(reinterpret_cast<const int8_t*>(p)); }
+inline I32 dot2(I32 acc, Bytes x, Bytes y) {
+    return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, y.a)),
+            _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, y.b))};
+}
+
 // Reductions: lanes i and i + 8, then + 4, + 2, + 1.
 inline float reduce_add(F32 x) {
     const __m256 s = _mm256_add_ps(x.a, x.b);

@@ -80,6 +80,18 @@ inline I32 dot4(I32 acc, Bytes weights, Bytes activations) {
     return {_mm512_dpbusd_epi32(acc.v, weights.v, activations.v)};
 }
 
+// 32 signed bytes as 16-bit integers: two of each of 16 lanes.
+inline Bytes widen_pairs(const int8_t* p) {
+    return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+// Values fit in 16 bits.
+inline void store_s16(int16_t* p, I32 a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a.v));
+}
+inline Bytes broadcast_pair(const int16_t* p) { return broadcast4(reinterpret_cast<const int8_t*>(p)); }
+// acc[lane] += sum over 2 of 16-bit products.
+inline I32 dot2(I32 acc, Bytes a, Bytes b) { return {_mm512_dpwssd_epi32(acc.v, a.v, b.v)}; }
+
 // Reductions: lanes i and i + 8, then + 4, + 2, + 1.
 inline float reduce_add(F32 a) {
     __m256 x = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));

@@ -149,6 +149,21 @@ inline I32 dot4(I32 acc, Bytes weights, Bytes activations) {
     });
 }
 
+inline Bytes widen_pairs(const int8_t* p) {
+    return quarters<Bytes>([&](int i) { return vreinterpretq_u8_s16(vmovl_s8(vld1_s8(p + 8 * i))); });
+}
+inline void store_s16(int16_t* p, I32 x) {
+    for (int i = 0; i < 4; ++i) vst1_s16(p + 4 * i, vmovn_s32(x.v[i]));
+}
+inline Bytes broadcast_pair(const int16_t* p) { return broadcast4(reinterpret_cast<const int8_t*>(p)); }
+inline I32 dot2(I32 acc, Bytes x, Bytes y) {
+    return quarters<I32>([&](int i) {
+        const int16x8_t a = vreinterpretq_s16_u8(x.v[i]), b = vreinterpretq_s16_u8(y.v[i]);
+        const int32x4_t low = vmull_s16(vget_low_s16(a), vget_low_s16(b));
+        return vaddq_s32(acc.v[i], vpaddq_s32(low, vmull_s16(vget_high_s16(a), vget_high_s16(b))));
+    });
+}
+
 // Reductions: lanes i and i + 8, then + 4, + 2, + 1.
 inline float reduce_add(F32 x) {
     const float32x4_t s = vaddq_f32(vaddq_f32(x.v[0], x.v[2]), vaddq_f32(x.v[1], x.v[3]));

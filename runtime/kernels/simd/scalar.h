@@ -139,6 +139,28 @@ inline I32 dot4(I32 acc, Bytes weights, Bytes activations) {
     return acc;
 }
 
+inline Bytes widen_pairs(const int8_t* p) {
+    Bytes a;
+    for (int i = 0; i < 32; ++i) {
+        const int16_t x = p[i];
+        std::memcpy(a.v + 2 * i, &x, 2);
+    }
+    return a;
+}
+inline void store_s16(int16_t* p, I32 a) {
+    for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int16_t>(a.v[i]);
+}
+inline Bytes broadcast_pair(const int16_t* p) { return broadcast4(reinterpret_cast<const int8_t*>(p)); }
+inline I32 dot2(I32 acc, Bytes a, Bytes b) {
+    for (int i = 0; i < 32; ++i) {
+        int16_t x, y;
+        std::memcpy(&x, a.v + 2 * i, 2);
+        std::memcpy(&y, b.v + 2 * i, 2);
+        acc.v[i / 2] += x * y;
+    }
+    return acc;
+}
+
 inline float reduce_add(F32 a) {
     for (int step = 8; step > 0; step /= 2) {
         for (int i = 0; i < step; ++i) a.v[i] = a.v[i] + a.v[i + step];
