@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from decimal import Context, Decimal
 from typing import Literal
 
 import numpy as np
@@ -37,7 +38,10 @@ class RopeSpec:
         published scaling.
         """
         exponents = np.arange(0, self.rotary_dim, 2, dtype=np.float32) / np.float32(self.rotary_dim)
-        base: NDArray[np.float32] = (1.0 / np.power(np.float32(self.theta), exponents)).astype(np.float32)
+        # In decimal: numpy's power has other last bits on other CPUs.
+        theta, context = Decimal(float(np.float32(self.theta))), Context(prec=30)
+        powers = [float(context.power(theta, Decimal(float(exponent)))) for exponent in exponents]
+        base: NDArray[np.float32] = np.float32(1) / np.array(powers, np.float32)
         if self.scaling == "linear":
             base = base / np.float32(self.factor)
         elif self.scaling == "llama3":

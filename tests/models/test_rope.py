@@ -1,5 +1,8 @@
 """RoPE frequencies and attention factors, against transformers' own."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -178,3 +181,26 @@ def test_a_bad_value_is_named(parameters: dict[str, Any], key: str) -> None:
     with pytest.raises(ModelFormatError) as caught:
         spec_from_config(settings, "config.json")
     assert str(caught.value).startswith(f"config.json: rope_parameters.{key}")
+
+
+FREQUENCIES = """
+import hashlib, numpy
+from nybble.models.spec import RopeSpec
+digest = hashlib.sha256()
+for scaling in ("none", "linear", "llama3", "yarn"):
+    for theta in (1e4, 5e5, 1e6):
+        rope = RopeSpec(theta, 96, scaling, factor=4.0, original_max_position=1024)
+        digest.update(rope.inv_freq().tobytes())
+print(digest.hexdigest())
+"""
+
+
+def test_frequencies_have_the_same_bits_whatever_numpy_finds_in_the_cpu() -> None:
+    from numpy._core._multiarray_umath import __cpu_dispatch__  # type: ignore[attr-defined]
+
+    def digest(disabled: str) -> str:
+        environment = {**os.environ, "NPY_DISABLE_CPU_FEATURES": disabled}
+        command = [sys.executable, "-W", "ignore", "-c", FREQUENCIES]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert digest("") == digest(" ".join(__cpu_dispatch__))
