@@ -74,7 +74,7 @@ class SequenceBlocks:
         positions = np.arange(start, start + count)
         pages = np.array(self._tables, np.int32).reshape(len(self._tables), -1)
         flat = pages[:, positions // self._page_size] * self._page_size + positions % self._page_size
-        return flat.astype(np.int32)
+        return flat.astype(np.int32, order="C")  # indexing columns leaves another order
 
     def release(self) -> None:
         """Gives every page back. The sequence is empty afterwards and may grow again."""
