@@ -5,13 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
-import venv
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from environments import install
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("models", "quant", "export", "kvcache", "devices", "runtime")
@@ -82,18 +81,6 @@ def pure_wheel(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return built(folder, **no_compiler(folder))
 
 
-def install(wheel: Built, folder: Path) -> Path:
-    """A fresh environment with the wheel in it, which finds dependencies in this one. Returns its `bin`."""
-    venv.create(folder, with_pip=False, symlinks=True)
-    scripts = folder / ("Scripts" if os.name == "nt" else "bin")
-    command = [sys.executable, "-m", "pip", "--python", str(scripts / "python"), "install"]
-    subprocess.run([*command, "--no-deps", "--no-index", str(wheel.path)], check=True, capture_output=True)
-    (site,) = folder.glob("lib/python*/site-packages")
-    # A path in a .pth file brings its packages, but not its own .pth files: no editable install of Nybble.
-    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
-    return scripts
-
-
 FOUND = """
 import importlib, json, pkgutil
 import nybble
@@ -111,7 +98,7 @@ print(json.dumps({
 
 
 def run_installed(wheel: Built, folder: Path) -> dict[str, object]:
-    scripts = install(wheel, folder / "environment")
+    scripts = install(wheel.path, folder / "environment")
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
