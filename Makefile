@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 SETUP := $(VENV)/.setup
 INPUTS := pyproject.toml CMakeLists.txt constraints.txt Makefile $(wildcard runtime/kernels/*)
 
-.PHONY: setup demo test test-full lint format types clean
+.PHONY: setup demo test test-full sanitize wheels lint format types clean
 
 setup: $(SETUP)
 
@@ -59,6 +59,14 @@ test-full: export GPTQMODEL_CPU_WORKERS := 2
 test-full: $(SETUP) lint types .venv-gptqmodel/.setup .venv-llamacpp/.setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# The kernels under sanitizers, and on emulated CPUs where qemu-user and g++-aarch64-linux-gnu are installed.
+sanitize: $(SETUP)
+	$(BIN)/python -m pytest -m slow tests/kernels $(PYTEST_ARGS)
+
+# Manylinux wheels for x86-64 and AArch64, into wheelhouse/.
+wheels: $(SETUP)
+	$(BIN)/python scripts/build_wheels.py
+
 lint: $(SETUP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -77,4 +85,4 @@ types: $(SETUP)
 	MYPYPATH=build/types/site $(BIN)/mypy --config-file pyproject.toml --package nybble
 
 clean:
-	rm -rf build artifacts $(VENV) .venv-*
+	rm -rf build artifacts wheelhouse $(VENV) .venv-*

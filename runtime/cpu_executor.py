@@ -158,8 +158,9 @@ class CpuExecutor:
     def step(self, batch: Batch) -> NDArray[np.float32]:
         """Logits [R, vocab] float32, valid until the next step. Raises `ExecutorError`, naming the array, for
         one that breaks the contract."""
-        decoder, rows = self._open(), len(batch.logit_rows)
+        decoder = self._open()
         try:
+            rows = len(batch.logit_rows)
             if rows > len(self._logits):
                 self._logits = np.empty((rows, decoder.logit_stride), np.float32)
             check_slots(batch, PAGE_SIZE)
@@ -197,6 +198,8 @@ class CpuExecutor:
     def write_blocks(self, ids: NDArray[np.int32], data: bytes) -> None:
         """Puts back what `read_blocks` gave. Raises `ExecutorError` for another number of bytes."""
         _check_ids("ids", ids)
+        if not isinstance(data, bytes):
+            raise ExecutorError(f"data is {type(data).__name__}; expected bytes")
         self._pages(lambda decoder: decoder.write_blocks(ids, data))
 
     def _pages(self, call: Callable[[Any], Any]) -> Any:

@@ -1,8 +1,8 @@
 """Builds the wheels of a release into `wheelhouse/`, for the Python that runs this: x86-64 and AArch64.
 
-The machine's own architecture is built as `pip wheel` builds it, AArch64 elsewhere by Debian's cross compiler.
-auditwheel then names each wheel by the oldest systems that have every library and symbol it asks for (a
-manylinux tag), or refuses it. `docs/packaging.md` says what was measured.
+The machine's own architecture is built as `pip wheel` builds it; on x86-64, AArch64 by Debian's cross
+compiler. auditwheel then names each wheel by the oldest systems that have all it asks for (a manylinux tag),
+or refuses it. `docs/packaging.md` says more.
 """
 
 import argparse
@@ -90,11 +90,10 @@ def build(architecture: str, output: Path) -> Path:
 
 
 def cross_environment(architecture: str, include: Path) -> dict[str, str]:
-    """Tells scikit-build-core whom it builds for, and the compiler where to find that architecture's
-    `pyconfig.h` where this Python is Debian's, whose own includes it from a folder named by architecture.
+    """Names the target to scikit-build-core, and gives the compiler its `pyconfig.h`, which Debian's Python
+    includes from a folder named by architecture.
 
-    This Python's file serves: of CPython 3.11, those of x86-64 and AArch64 differ only in lines that extensions
-    do not read.
+    The file is that of this Python: for x86-64 and AArch64, CPython's differ in nothing that extensions use.
     """
     triplet = f"{architecture}-linux-gnu"
     headers = include / triplet / f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -48,13 +48,23 @@ void check_size(const char* argument, size_t found, size_t expected) {
 
 PackedLinear packed_linear(const char* name, const Tiles& tiles, int rows, int columns, int bits, int kind,
                            int slices_per_group) {
-    if (rows < 1 || columns < 1 || (bits != 4 && bits != 8) || kind < 0 || kind > 2 || slices_per_group < 1 ||
+    constexpr int kMost = 1 << 30;  // rounding up to tiles or groups must not overflow
+    if (rows < 1 || rows > kMost || columns < 1 || slices_per_group > kMost || (bits != 4 && bits != 8) ||
+        kind < 0 || kind > 2 || slices_per_group < 1 ||
         (kind == static_cast<int>(WeightKind::kMinimum) && bits != 4)) {
         fail(name, "has a shape or kind that no tile expresses");
     }
     PackedLinear w{tiles.data(), rows, columns, bits, static_cast<WeightKind>(kind), slices_per_group};
     check_size(name, tiles.size(), w.bytes());
     return w;
+}
+
+// An argument that may be None. Nothing is converted: another dtype or stride is an error.
+template <typename Array>
+Array array_argument(const nb::object& value, const char* name) {
+    Array array;
+    if (!nb::try_cast<Array>(value, array, false)) fail(name, "is no contiguous array of its dtype");
+    return array;
 }
 
 std::vector<float> padded(const Floats1& values, size_t expected, const char* name) {
@@ -118,9 +128,10 @@ class Builder {
         LayerWeights& w = w_.layers[layer];
         w.linears[index] =
             packed_linear("tiles", tiles, rows[index], columns[index], bits, kind, slices_per_group);
-        if (!bias.is_none()) w.biases[index] = padded(nb::cast<Floats1>(bias), rows[index], "bias");
+        if (!bias.is_none())
+            w.biases[index] = padded(array_argument<Floats1>(bias, "bias"), rows[index], "bias");
         if (!permutation.is_none()) {
-            const Ints1 p = nb::cast<Ints1>(permutation);
+            const Ints1 p = array_argument<Ints1>(permutation, "permutation");
             check_size("permutation", p.size(), columns[index]);
             check_range("permutation", p.data(), p.size(), 0, columns[index]);
             w.permutations[index].assign(p.data(), p.data() + p.size());
@@ -135,8 +146,8 @@ class Builder {
         LayerWeights& w = w_.layers[layer];
         w.input_norm = padded(input, c_.hidden_size, "input_norm");
         w.post_norm = padded(post, c_.hidden_size, "post_norm");
-        if (!q.is_none()) w.q_norm = padded(nb::cast<Floats1>(q), c_.head_dim, "q_norm");
-        if (!k.is_none()) w.k_norm = padded(nb::cast<Floats1>(k), c_.head_dim, "k_norm");
+        if (!q.is_none()) w.q_norm = padded(array_argument<Floats1>(q, "q_norm"), c_.head_dim, "q_norm");
+        if (!k.is_none()) w.k_norm = padded(array_argument<Floats1>(k, "k_norm"), c_.head_dim, "k_norm");
     }
 
     void set_ends(const Floats1& norm, const Tiles& embedding, int embedding_slices, const Tiles& head,
@@ -211,6 +222,7 @@ class PyDecoder {
         in.rows = static_cast<int>(logit_rows.size());
         in.max_blocks = static_cast<int>(block_table.shape(2));
         check_size("cu_seqlens", cu_seqlens.size(), past_lens.size() + 1);
+        check_range("cu_seqlens", cu_seqlens.data(), cu_seqlens.size(), 0, in.tokens + 1);
         check_range("token_ids", token_ids.data(), token_ids.size(), 0, c.vocab_size);
         if (block_table.shape(0) != static_cast<size_t>(c.num_groups) ||
             block_table.shape(1) != past_lens.size()) {
@@ -356,15 +368,16 @@ void multiply(const Floats2& x, const Tiles& tiles, int rows, int bits, int kind
 
 void bind_decoder(nb::module_& m) {
     m.def("supported_kernels", &supported_kernels);
-    m.def("multiply", &multiply, "x"_a, "tiles"_a, "rows"_a, "bits"_a, "kind"_a, "slices_per_group"_a,
-          "isa"_a, "panel"_a, "y"_a.noconvert());
+    m.def("multiply", &multiply, "x"_a.noconvert(), "tiles"_a.noconvert(), "rows"_a, "bits"_a, "kind"_a,
+          "slices_per_group"_a, "isa"_a, "panel"_a, "y"_a.noconvert());
     nb::class_<Builder>(m, "DecoderBuilder")
         .def(nb::init<const nb::dict&>(), "config"_a)
-        .def("set_linear", &Builder::set_linear, "layer"_a, "index"_a, "tiles"_a, "bits"_a, "kind"_a,
-             "slices_per_group"_a, "bias"_a.none(), "permutation"_a.none())
-        .def("set_norms", &Builder::set_norms, "layer"_a, "input"_a, "post"_a, "q"_a.none(), "k"_a.none())
-        .def("set_ends", &Builder::set_ends, "norm"_a, "embedding"_a, "embedding_slices"_a, "head"_a,
-             "head_slices"_a);
+        .def("set_linear", &Builder::set_linear, "layer"_a, "index"_a, "tiles"_a.noconvert(), "bits"_a,
+             "kind"_a, "slices_per_group"_a, "bias"_a.none(), "permutation"_a.none())
+        .def("set_norms", &Builder::set_norms, "layer"_a, "input"_a.noconvert(), "post"_a.noconvert(),
+             "q"_a.none(), "k"_a.none())
+        .def("set_ends", &Builder::set_ends, "norm"_a.noconvert(), "embedding"_a.noconvert(),
+             "embedding_slices"_a, "head"_a.noconvert(), "head_slices"_a);
     nb::class_<PyDecoder>(m, "Decoder")
         .def(nb::init<Builder&, int, const std::string&>(), "builder"_a, "threads"_a, "isa"_a)
         .def("allocate_kv", &PyDecoder::allocate_kv, "num_blocks"_a, "kv_type"_a)

@@ -1,4 +1,4 @@
-"""The release's wheels: auditwheel takes them, and they compute the same bits on an old x86-64 CPU and on AArch64.
+"""The release's wheels: auditwheel takes them; an old x86-64 CPU and AArch64 compute this machine's bits.
 
 Both are built by `scripts/build_wheels.py`. The other machines are emulated; AArch64's Python and what Nybble
 depends on come from Debian and PyPI, so those tests are skipped where there is no network.
@@ -19,11 +19,10 @@ from typing import Any
 import pytest
 from debian_root import DebianRootError, unpack
 from decoders import MIXED
-from environments import install
+from wheels import ROOT, install
 
 from nybble import quantize
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "build_wheels.py"
 COMPUTED = ROOT / "tests" / "support" / "computed.py"
 DEBIAN_WITH_PYTHON = {(3, 11): "bookworm", (3, 13): "trixie"}

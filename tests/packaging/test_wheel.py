@@ -4,13 +4,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from environments import install
+from wheels import install, pip_wheel
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("models", "quant", "export", "kvcache", "devices", "runtime")
@@ -35,20 +34,9 @@ def python_sources() -> frozenset[str]:
 
 
 def build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`pip wheel` into `folder`, off the network and away from the checkout's own build folder."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        str(ROOT),
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-    ]
-    command += ["--wheel-dir", str(folder), "--config-settings", f"build-dir={folder / 'build'}"]
+    """`pip wheel` into `folder`, with nothing of this environment that decides how the extension is built."""
     clean = {k: v for k, v in os.environ.items() if k not in ("NYBBLE_REQUIRE_KERNELS", "CXX", "CMAKE_ARGS")}
-    return subprocess.run(command, env=clean | environment, capture_output=True, text=True, check=False)
+    return pip_wheel(folder, environment=clean | environment)
 
 
 def built(folder: Path, **environment: str) -> Built:

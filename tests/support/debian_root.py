@@ -19,8 +19,8 @@ class DebianRootError(Exception):
 def unpack(folder: Path, suite: str, architecture: str, packages: Sequence[str]) -> Path:
     """`folder`, in which `packages` and what they depend on lie unpacked; made once, then reused.
 
-    `architecture` is Debian's name for it ("amd64", "arm64"). Raises `DebianRootError` where apt, the archive's
-    keys or a package can't be had.
+    `architecture` is Debian's name for it ("amd64", "arm64"). Raises `DebianRootError` where apt, the
+    archive's keys or a package can't be had.
     """
     contents = " ".join((suite, architecture, *packages))
     finished = folder / ".contents"

@@ -1,10 +1,25 @@
-"""Where tests run an installed wheel: a fresh environment that finds its dependencies in this one."""
+"""Wheels built from this checkout, and environments to run them in."""
 
 import os
 import subprocess
 import sys
 import venv
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def pip_wheel(
+    folder: Path, settings: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`pip wheel` into `folder`, off the network and away from the checkout's own build folder, with
+    `settings` of scikit-build-core."""
+    command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--wheel-dir", str(folder)]
+    command += ["--no-deps", "--no-build-isolation", "--no-index"]
+    for setting in (f"build-dir={folder / 'build'}", *settings):
+        command += ["--config-settings", setting]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def install(wheel: Path, folder: Path) -> Path:

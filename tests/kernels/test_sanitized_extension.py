@@ -1,0 +1,45 @@
+"""The extension under AddressSanitizer and UndefinedBehaviorSanitizer, where malformed arrays reach it."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from wheels import ROOT, install, pip_wheel
+
+FLAGS = "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
+
+
+def libraries() -> list[str]:
+    """What is loaded before Python: AddressSanitizer, and the C++ library whose exceptions it watches."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed")
+    found = []
+    for name in ("libasan.so", "libstdc++.so.6"):
+        command = ["g++", f"-print-file-name={name}"]
+        found.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+        if not Path(found[-1]).is_absolute():
+            pytest.skip(f"g++ has no {name}")
+    return found
+
+
+@pytest.mark.slow
+def test_malformed_arrays_are_read_within_their_bounds(tmp_path: Path) -> None:
+    preloaded = libraries()
+    settings = ["cmake.build-type=Debug", "cmake.define.CMAKE_CXX_COMPILER=g++"]
+    built = pip_wheel(tmp_path, [*settings, f"cmake.define.CMAKE_CXX_FLAGS={FLAGS}"])
+    assert built.returncode == 0, built.stdout + built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    python = install(wheel, tmp_path / "environment") / "python"
+
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": " ".join(preloaded),
+        "ASAN_OPTIONS": "detect_leaks=0",  # those of Python, which frees little at its end
+        "PYTHONMALLOC": "malloc",  # so that every object has bounds that are watched
+    }
+    tests = ROOT / "tests" / "runtime" / "test_malformed_arrays.py"
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--capture=sys", str(tests)]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
