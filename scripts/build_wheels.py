@@ -80,7 +80,8 @@ def build(architecture: str, output: Path) -> Path:
         folder = Path(temporary)
         if architecture != NATIVE:
             pip += ["--config-settings", f"cmake.toolchain-file=cmake/{architecture}-linux-gnu.cmake"]
-            environment |= cross_environment(architecture, folder / "include")
+            # Not a temporary folder: CMake remembers it.
+            environment |= cross_environment(architecture, ROOT / "build" / "wheels" / "include")
         run([*pip, "--wheel-dir", str(folder / "built")], environment)
         (built,) = (folder / "built").glob("*.whl")
         repair = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(folder / "repaired")]
@@ -90,15 +91,19 @@ def build(architecture: str, output: Path) -> Path:
 
 
 def cross_environment(architecture: str, include: Path) -> dict[str, str]:
-    """Names the target to scikit-build-core, and gives the compiler its `pyconfig.h`, which Debian's Python
-    includes from a folder named by architecture.
+    """Names the target to scikit-build-core. Where this Python is Debian's, whose `pyconfig.h` includes
+    another from a folder named by architecture, the compiler finds that folder in `include`.
 
-    The file is that of this Python: for x86-64 and AArch64, CPython's differ in nothing that extensions use.
+    The file in it is that of this architecture: for x86-64 and AArch64, CPython's differ in nothing that
+    extensions use.
     """
     triplet = f"{architecture}-linux-gnu"
-    headers = include / triplet / f"python{sys.version_info.major}.{sys.version_info.minor}"
-    headers.mkdir(parents=True)
-    shutil.copy(sysconfig.get_config_h_filename(), headers)
+    config = Path(sysconfig.get_config_h_filename())
+    here = Path(str(sysconfig.get_config_var("MULTIARCH")), config.parent.name, config.name)
+    if (config.parents[1] / here).is_file():
+        there = include / triplet / config.parent.name
+        there.mkdir(parents=True, exist_ok=True)
+        shutil.copy(config.parents[1] / here, there)
     return {
         "_PYTHON_HOST_PLATFORM": f"linux-{architecture}",
         "SETUPTOOLS_EXT_SUFFIX": f".{sys.implementation.cache_tag}-{triplet}.so",

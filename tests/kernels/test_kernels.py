@@ -46,15 +46,22 @@ def instruction_sets(architecture: str) -> dict[str, list[str]]:
     return {name: flags for name, flags in found.items() if (name in neon) == (architecture == "aarch64")}
 
 
+def listed_sources() -> list[Path]:
+    """The extension's sources for every architecture, as CMakeLists.txt has them."""
+    text = (ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
+    return [KERNELS / name for name in re.findall(r"\$\{KERNELS\}/([\w/]+\.cpp)", text)]
+
+
 def build(folder: Path, architecture: str, compiler: str, flags: tuple[str, ...]) -> Path:
     """The test program, from the kernels' sources without the bindings."""
     sets = instruction_sets(architecture)
     assert sets
-    sources = [p for p in sorted(KERNELS.glob("*.cpp")) if "bindings" not in p.name]
-    sources += [KERNELS / "isa" / "scalar.cpp", *sorted(Path(__file__).parent.glob("*.cpp"))]
+    sources = [path for path in listed_sources() if "bindings" not in path.name]
+    sources += sorted(Path(__file__).parent.glob("*.cpp"))
     # The slowest first; linked last, as CMake links them.
     jobs = [(KERNELS / "isa" / f"{name}.cpp", own) for name, own in sets.items()]
     linked = [(source, list[str]()) for source in sources] + jobs
+    assert len({source.stem for source, _ in linked}) == len(linked), "object files are named by stem"
     defines = [f"-DNYBBLE_WITH_{name.upper()}" for name in sets]
     folder.mkdir(parents=True)
 
@@ -101,6 +108,11 @@ def found(tool: str) -> str:
     if shutil.which(tool) is None:
         pytest.skip(f"{tool} is not installed")
     return tool
+
+
+def test_every_source_is_in_the_extension() -> None:
+    sets = [KERNELS / "isa" / f"{name}.cpp" for a in ("x86_64", "aarch64") for name in instruction_sets(a)]
+    assert sorted(listed_sources() + sets) == sorted(KERNELS.rglob("*.cpp"))
 
 
 def test_every_set_of_this_cpu_gives_the_bits_of_scalar(program: Path) -> None:
