@@ -50,8 +50,8 @@ PackedLinear packed_linear(const char* name, const Tiles& tiles, int rows, int c
                            int slices_per_group) {
     constexpr int kMost = 1 << 30;  // rounding up to tiles or groups must not overflow
     if (rows < 1 || rows > kMost || columns < 1 || slices_per_group > kMost || (bits != 4 && bits != 8) ||
-        kind < 0 || kind > 2 || slices_per_group < 1 ||
-        (kind == static_cast<int>(WeightKind::kMinimum) && bits != 4)) {
+        kind < 0 || kind > 3 || slices_per_group < 1 ||
+        (kind >= static_cast<int>(WeightKind::kMinimum) && bits != 4)) {
         fail(name, "has a shape or kind that no tile expresses");
     }
     PackedLinear w{tiles.data(), rows, columns, bits, static_cast<WeightKind>(kind), slices_per_group};

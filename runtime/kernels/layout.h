@@ -21,8 +21,13 @@ constexpr int slices_of(int columns) { return (columns + kSlice - 1) / kSlice; }
 enum class WeightKind : int32_t {
     kSymmetric = 0,  // the zero point is 2^(bits - 1)
     kZeroPoint = 1,  // one u8 a row and group
-    kMinimum = 2,    // one f16 a row and group: weight = code * scale + minimum
+    kMinimum = 2,    // one f16 a row and group: weight = code * scale + minimum; 4 bits
+    kNf4 = 3,        // the code is an index into kNf4Bytes: weight = (byte - 128) / 127 * scale; 4 bits
 };
+
+// The values of NF4 (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314, appendix E), in [-1, 1], as
+// bytes: round(127 * value) + 128.
+constexpr uint8_t kNf4Bytes[16] = {1, 40, 61, 78, 92, 105, 116, 128, 138, 148, 159, 171, 184, 199, 220, 255};
 
 // One linear layer. Tiles of 16 rows, each row of tiles contiguous: for every group a header (16 f16 scales,
 // then 16 u8 zero points or 16 f16 minima), then its slices. A 4-bit slice is 256 bytes: for j in 0..3, 64
@@ -40,7 +45,7 @@ struct PackedLinear {
     int slices() const { return slices_of(columns); }
     int groups() const { return (slices() + slices_per_group - 1) / slices_per_group; }
     int header_bytes() const {
-        return kind == WeightKind::kSymmetric ? 32 : kind == WeightKind::kZeroPoint ? 48 : 64;
+        return kind == WeightKind::kZeroPoint ? 48 : kind == WeightKind::kMinimum ? 64 : 32;
     }
     int slice_bytes() const { return bits == 4 ? 256 : 512; }
     size_t tile_bytes() const {

@@ -57,7 +57,8 @@ Model make_model(Random& random, bool capped) {
     c.group_of_layer = {0, 1};
     c.num_groups = kGroups;
 
-    constexpr WeightKind kKinds[] = {WeightKind::kSymmetric, WeightKind::kZeroPoint, WeightKind::kMinimum};
+    constexpr WeightKind kKinds[] = {WeightKind::kSymmetric, WeightKind::kZeroPoint, WeightKind::kMinimum,
+                                     WeightKind::kNf4};
     const int q = c.num_heads * c.head_dim, kv = c.num_kv_heads * c.head_dim;
     const int rows[] = {q, kv, kv, c.hidden_size, c.intermediate_size, c.intermediate_size, c.hidden_size};
     const int columns[] = {c.hidden_size, c.hidden_size, c.hidden_size,      q,
@@ -67,7 +68,7 @@ Model make_model(Random& random, bool capped) {
     for (LayerWeights& layer : model.weights.layers) {
         for (int i = 0; i < kLinearCount; ++i, ++next) {
             const int bits = next % 5 == 3 ? 8 : 4;
-            const WeightKind kind = bits == 8 ? kKinds[next % 2] : kKinds[next % 3];
+            const WeightKind kind = kKinds[next % (bits == 8 ? 2 : 4)];
             layer.linears[i] = model.linear(random, rows[i], columns[i], bits, kind, 1 + next % 3);
             if (next % 2 == 0) layer.biases[i] = padded(random.uniforms(rows[i], 0.1f));
             if (i == kQ || i == kV || i == kDown) {

@@ -34,11 +34,19 @@ struct Kind {
     WeightKind kind;
     const char* name;
 };
-constexpr Kind kKinds[] = {{4, WeightKind::kSymmetric, "4 bits"},
-                           {4, WeightKind::kZeroPoint, "4 bits with zero points"},
-                           {4, WeightKind::kMinimum, "4 bits with minima"},
-                           {8, WeightKind::kSymmetric, "8 bits"},
-                           {8, WeightKind::kZeroPoint, "8 bits with zero points"}};
+constexpr Kind kKinds[] = {
+    {4, WeightKind::kSymmetric, "4 bits"},           {4, WeightKind::kZeroPoint, "4 bits with zero points"},
+    {4, WeightKind::kMinimum, "4 bits with minima"}, {4, WeightKind::kNf4, "NF4"},
+    {8, WeightKind::kSymmetric, "8 bits"},           {8, WeightKind::kZeroPoint, "8 bits with zero points"}};
+
+// The published values, of which the layout's bytes are the nearest.
+// clang-format off
+constexpr double kNf4Values[16] = {
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0};
+// clang-format on
 
 constexpr int kTokens = 40;
 
@@ -199,8 +207,11 @@ RandomLinear random_linear(Random& random, int rows, int columns, int bits, Weig
                                                           : out[k / 8 * 64 + 4 * r + k % 4] >> 4;
                         const size_t at =
                             static_cast<size_t>(tile * kTileRows + r) * columns + s * kSlice + k;
-                        linear.dense[at] = (code - zeros[r]) * scales[r] + minima[r];
-                        linear.spread[at] = std::abs(code - zeros[r]) * scales[r] + std::fabs(minima[r]);
+                        const double value = kind == WeightKind::kNf4
+                                                 ? std::round(127 * kNf4Values[code]) / 127
+                                                 : code - zeros[r];
+                        linear.dense[at] = value * scales[r] + minima[r];
+                        linear.spread[at] = std::fabs(value) * scales[r] + std::fabs(minima[r]);
                     }
                 }
             }

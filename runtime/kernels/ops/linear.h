@@ -46,6 +46,7 @@ inline Header read_header(const uint8_t* p) {
     if constexpr (kKind == WeightKind::kZeroPoint) h.zero = load_u8(p + 32);
     if constexpr (kKind == WeightKind::kMinimum)
         h.minimum = load_f16(reinterpret_cast<const uint16_t*>(p + 32));
+    if constexpr (kKind == WeightKind::kNf4) h.scale = mul(h.scale, set1(1.0f / 127.0f));
     return h;
 }
 
@@ -54,6 +55,7 @@ template <int kBits, WeightKind kKind>
 inline I32 initial(int32_t minus_sum, const Header& header) {
     if constexpr (kKind == WeightKind::kSymmetric) return shift_left<kBits - 1>(set1(minus_sum));
     if constexpr (kKind == WeightKind::kZeroPoint) return mul_16(header.zero, set1(minus_sum));
+    if constexpr (kKind == WeightKind::kNf4) return shift_left<7>(set1(minus_sum));
     return set1(0);
 }
 
@@ -77,25 +79,33 @@ inline int32_t activation_minus_sum(const uint8_t* block, int token) {
     return x;
 }
 
+// Whether unpacked weights take all 8 bits of a byte.
+template <int kBits, WeightKind kKind>
+constexpr bool kWholeBytes = kBits == 8 || kKind == WeightKind::kNf4;
+
 // The weights of inputs 8j .. 8j+3 and 8j+4 .. 8j+7 of a slice.
-template <int kBits>
+template <int kBits, WeightKind kKind>
 inline void unpack_pair(const uint8_t* p, int j, Bytes (&w)[2]) {
     if constexpr (kBits == 4) {
         const Bytes packed = load_bytes(p + j * 64);
         w[0] = low_nibbles(packed);
         w[1] = high_nibbles(packed);
+        if constexpr (kKind == WeightKind::kNf4) {
+            w[0] = look_up(kNf4Bytes, w[0]);
+            w[1] = look_up(kNf4Bytes, w[1]);
+        }
     } else {
         w[0] = load_bytes(p + j * 128);
         w[1] = load_bytes(p + j * 128 + 64);
     }
 }
 
-template <int kBits>
+template <int kBits, WeightKind kKind>
 inline void unpack_slice(const uint8_t* p, Bytes (&w)[8]) {
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
         Bytes pair[2];
-        unpack_pair<kBits>(p, j, pair);
+        unpack_pair<kBits, kKind>(p, j, pair);
         w[2 * j] = pair[0];
         w[2 * j + 1] = pair[1];
     }
@@ -161,9 +171,9 @@ inline void one_token(const PackedLinear& w, Activations x, int token, float* y,
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
             Bytes weights[2];
-            unpack_pair<kBits>(stream.at[0], j, weights);
-            even = dot4<kBits == 8>(even, weights[0], broadcast4(q + j * 8));
-            odd = dot4<kBits == 8>(odd, weights[1], broadcast4(q + j * 8 + 4));
+            unpack_pair<kBits, kKind>(stream.at[0], j, weights);
+            even = dot4<kWholeBytes<kBits, kKind>>(even, weights[0], broadcast4(q + j * 8));
+            odd = dot4<kWholeBytes<kBits, kKind>>(odd, weights[1], broadcast4(q + j * 8 + 4));
         }
         acc = accumulate<kKind>(acc, add(even, odd), activation_scale(block, place), minus_sum,
                                 stream.header[0]);
@@ -187,7 +197,7 @@ inline void few_tokens(const PackedLinear& w, Activations x, int token, float* y
         streams.next();
         Bytes weights[kStreams][8];
 #pragma GCC unroll 4
-        for (int n = 0; n < kStreams; ++n) unpack_slice<kBits>(streams.at[n], weights[n]);
+        for (int n = 0; n < kStreams; ++n) unpack_slice<kBits, kKind>(streams.at[n], weights[n]);
 #pragma GCC unroll 8
         for (int i = 0; i < kTokens; ++i) {
             const int place = i % kBlockTokens;
@@ -204,7 +214,7 @@ inline void few_tokens(const PackedLinear& w, Activations x, int token, float* y
                 const Bytes activation = broadcast4(q + j * 4);
 #pragma GCC unroll 4
                 for (int n = 0; n < kStreams; ++n) {
-                    dot[n] = dot4<kBits == 8>(dot[n], weights[n][j], activation);
+                    dot[n] = dot4<kWholeBytes<kBits, kKind>>(dot[n], weights[n][j], activation);
                 }
             }
             const float scale = activation_scale(b, place);
@@ -275,7 +285,7 @@ void unpack_panel(const PackedLinear& w, int tile_begin, int tiles, int slice_be
             const uint8_t* p =
                 header_at + header_bytes + static_cast<size_t>(s - group * per_group) * slice_bytes;
             Bytes weights[8];
-            unpack_slice<kBits>(p, weights);
+            unpack_slice<kBits, kKind>(p, weights);
             for (int j = 0; j < 8; ++j) store_bytes(slice + (j * kPanelTiles + n) * 64, weights[j]);
             const Header header = read_header<kKind>(header_at);
             uint8_t* scales = slice + kPanelWeights;
@@ -328,7 +338,7 @@ void micro_kernel(const uint8_t* panel, const uint8_t* block, int token, int sli
                 const Bytes activation = broadcast4(q + i * kSlice + j * 4);
 #pragma GCC unroll 4
                 for (int n = 0; n < kTiles; ++n) {
-                    dot[i][n] = dot4<kBits == 8>(dot[i][n], weights[n], activation);
+                    dot[i][n] = dot4<kWholeBytes<kBits, kKind>>(dot[i][n], weights[n], activation);
                 }
             }
         }
@@ -403,7 +413,7 @@ void linear_panel_of(const PackedLinear& w, Activations x, float* y, size_t stri
     }
 }
 
-// Calls the instance of a template for a layer's bits and kind; minima come with 4 bits only (GGUF's Q4_1).
+// Calls the instance of a template for a layer's bits and kind; minima (GGUF's Q4_1) and NF4 have 4 bits.
 #define NYBBLE_DISPATCH(function, w, ...)                                               \
     switch ((w).kind) {                                                                 \
         case WeightKind::kSymmetric:                                                    \
@@ -414,6 +424,8 @@ void linear_panel_of(const PackedLinear& w, Activations x, float* y, size_t stri
                                  : function<8, WeightKind::kZeroPoint>(w, __VA_ARGS__); \
         case WeightKind::kMinimum:                                                      \
             return function<4, WeightKind::kMinimum>(w, __VA_ARGS__);                   \
+        case WeightKind::kNf4:                                                          \
+            return function<4, WeightKind::kNf4>(w, __VA_ARGS__);                       \
     }
 
 void linear_rows(const PackedLinear& w, Activations x, float* y, size_t stride, int tile_begin,

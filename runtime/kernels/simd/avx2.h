@@ -98,6 +98,10 @@ inline Bytes low_nibbles(Bytes x) {
 inline Bytes high_nibbles(Bytes x) {
     return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
 }
+inline Bytes look_up(const uint8_t (&table)[16], Bytes codes) {
+    const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return {_mm256_shuffle_epi8(all, codes.a), _mm256_shuffle_epi8(all, codes.b)};
+}
 inline Bytes broadcast4(const int8_t* p) {
     int32_t four;
     std::memcpy(&four, p, 4);

@@ -69,6 +69,11 @@ inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline void store_bytes(uint8_t* p, Bytes a) { _mm512_storeu_si512(p, a.v); }
 inline Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 inline Bytes high_nibbles(Bytes a) { return low_nibbles({_mm512_srli_epi16(a.v, 4)}); }
+// table[code], for codes under 16.
+inline Bytes look_up(const uint8_t (&table)[16], Bytes codes) {
+    const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return {_mm512_shuffle_epi8(all, codes.v)};
+}
 inline Bytes broadcast4(const int8_t* p) {
     int32_t four;
     std::memcpy(&four, p, 4);

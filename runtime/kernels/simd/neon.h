@@ -131,6 +131,9 @@ inline Bytes low_nibbles(Bytes x) {
 inline Bytes high_nibbles(Bytes x) {
     return quarters<Bytes>([&](int i) { return vshrq_n_u8(x.v[i], 4); });
 }
+inline Bytes look_up(const uint8_t (&table)[16], Bytes codes) {
+    return quarters<Bytes>([&](int i) { return vqtbl1q_u8(vld1q_u8(table), codes.v[i]); });
+}
 inline Bytes broadcast4(const int8_t* p) {
     uint32_t four;
     std::memcpy(&four, p, 4);

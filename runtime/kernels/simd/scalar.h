@@ -128,6 +128,10 @@ inline Bytes high_nibbles(Bytes a) {
     for (uint8_t& x : a.v) x >>= 4;
     return a;
 }
+inline Bytes look_up(const uint8_t (&table)[16], Bytes codes) {
+    for (uint8_t& x : codes.v) x = table[x];
+    return codes;
+}
 inline Bytes broadcast4(const int8_t* p) {
     Bytes a;
     for (int i = 0; i < 64; i += 4) std::memcpy(a.v + i, p, 4);
