@@ -17,7 +17,8 @@ HEAD_GROUP_SIZE = 32
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
     """A weight [out_features, in_features] as integers, one scale and one zero point per row and group:
-    `w[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]`, with `g = k // group_size`.
+    `w[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]`, with `g = k // group_size`. Or, with a minimum in the
+    zero point's place, `w[n, k] = code[n, k] * scale[n, g] + minimum[n, g]`.
 
     `group_size` is resolved: it is `in_features` for a recipe's −1. The last group may be short.
     """
@@ -30,6 +31,7 @@ class QuantizedTensor:
     in_features: int
     # desc_act: stored column j is the weight's column permutation[j]; groups are of stored columns.
     permutation: NDArray[np.int32] | None = None
+    minima: NDArray[np.float16] | None = None  # [out, groups]; `zeros` is None then
 
     @property
     def out_features(self) -> int:
@@ -41,7 +43,7 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        parts = (self.packed, self.scales, self.zeros, self.permutation)
+        parts = (self.packed, self.scales, self.zeros, self.permutation, self.minima)
         return sum(p.nbytes for p in parts if p is not None)
 
     @property
@@ -51,7 +53,10 @@ class QuantizedTensor:
 
     @cached_property
     def zero_points(self) -> NDArray[np.uint8]:
-        """[out, groups] uint8, also where the tensor is symmetric."""
+        """[out, groups] uint8, also where the tensor is symmetric. Raises `QuantizationError` where it has
+        minima, so that no format without them takes it."""
+        if self.minima is not None:
+            raise QuantizationError("a tensor with minima has no zero points; only executor 'cpu' runs it")
         if self.zeros is not None:
             return self.zeros
         return np.full(self.scales.shape, 1 << (self.bits - 1), np.uint8)
@@ -63,8 +68,11 @@ class QuantizedTensor:
         for rows in row_blocks(self.out_features, self.in_features):
             codes = unpack_rows(self.packed[rows], self.bits, self.in_features)
             stored = codes.astype(np.float32)
-            stored -= self.zero_points[rows][:, group]
+            if self.minima is None:
+                stored -= self.zero_points[rows][:, group]
             stored *= self.scales[rows][:, group]
+            if self.minima is not None:
+                stored += self.minima[rows][:, group]
             weight[rows, slice(None) if self.permutation is None else self.permutation] = stored
         return weight
 

@@ -19,20 +19,21 @@ PACKAGES = {
         for room in ("models", "quant", "export", "kvcache", "devices", "runtime")
     },
 }
+PACKING = ("quant.packing", "quant.packing_ggml", "quant.packing_nf4")  # numpy only
 # DESIGN's table. A name covers what is inside it; every room may import itself and what ANYONE lists.
 MAY_IMPORT = {
     "models": (),
     "quant": ("models",),
-    "export": ("models", "quant.packing", "quant.recipe", "quant.model"),
+    "export": ("models", *PACKING, "quant.recipe", "quant.model"),
     "kvcache": (),
     "devices": ("models", "quant.recipe", "_kernels"),
-    "runtime": ("models", "kvcache", "devices", "export", "quant.packing", "_kernels"),
+    "runtime": ("models", "kvcache", "devices", "export", *PACKING, "_kernels"),
 }
 ANYONE = ("errors", "__version__")
 # What running needs; everything else third-party belongs to an extra.
 RUN_TIME = {"numpy", "tokenizers", "safetensors", "jinja2", "rich", "click"}
 EXTRAS = {"torch", "transformers", "gguf", "onnxruntime", "onnx_ir"}
-WITHOUT_TORCH = {"nybble.quant.packing", "nybble.quant.recipe", "nybble.quant.model"}
+WITHOUT_TORCH = {f"nybble.{name}" for name in (*PACKING, "quant.recipe", "quant.model")}
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,29 @@ def test_layouts_mean_what_their_definitions_say(
     assert np.array_equal(gptq_by_loops(to_gptq(tensor, "gptq_v2"), bits, 0), expected)
 
 
+@pytest.mark.parametrize(("group_size", "columns"), [(32, 100), (64, 64), (-1, 33)])
+@pytest.mark.parametrize("permuted", [False, True])
+def test_minima_are_added(group_size: int, columns: int, permuted: bool) -> None:
+    tensor = make_tensor(4, group_size, 11, columns, True, permuted, 5)
+    minima = np.random.default_rng(6).uniform(-1, 1, tensor.scales.shape).astype(np.float16)
+    tensor = replace(tensor, minima=minima)
+    expected = np.zeros((11, columns), np.float32)
+    for n, k in np.ndindex(11, columns):
+        g = k // tensor.group_size
+        to = k if tensor.permutation is None else tensor.permutation[k]
+        code = np.float32(tensor.codes[n, k])
+        expected[n, to] = code * np.float32(tensor.scales[n, g]) + np.float32(minima[n, g])
+    assert np.array_equal(tensor.dequantize(), expected)
+
+
+def test_minima_never_become_zero_points() -> None:
+    tensor = make_tensor(4, 32, 4, 64, True, False, 0)
+    tensor = replace(tensor, minima=np.zeros((4, 2), np.float16))
+    for convert in (to_gptq, to_matmulnbits):
+        with pytest.raises(QuantizationError, match="minima"):
+            convert(tensor)
+
+
 def test_gptq_shapes_fill_up_the_last_word() -> None:
     layer = to_gptq(make_tensor(4, 64, 13, 100, False, False, 0))
     assert {name: (a.shape, a.dtype.name) for name, a in layer.items()} == {
