@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from ..errors import ModelFormatError
 from ..models.config_reader import parse_json_object
 from ..models.spec import ModelSpec
-from .packed_weights import HEADER_BYTES, LAYOUT_VERSION, SLICE, PackedLinear, PackedSource, tiles_bytes
+from .packed_weights import KIND_BITS, LAYOUT_VERSION, SLICE, PackedLinear, PackedSource, tiles_bytes
 
 MAGIC = b"NYBPACK\0"
 FORMAT_VERSION = 1
@@ -243,11 +243,7 @@ def _number(entry: Any, key: str) -> int:
 
 def _check_form(name: str, form: dict[str, int]) -> None:
     slices = -(-form["columns"] // SLICE)
-    if (
-        form["bits"] not in (4, 8)
-        or form["kind"] not in HEADER_BYTES
-        or not 1 <= form["slices_per_group"] <= slices
-    ):
+    if form["bits"] not in KIND_BITS.get(form["kind"], ()) or not 1 <= form["slices_per_group"] <= slices:
         raise UnusableFile(f"its tensor {name} has a form that no tile has")
 
 

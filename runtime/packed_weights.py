@@ -10,14 +10,21 @@ from ..errors import UnsupportedModelError
 from ..export.weights import LogicalWeights
 from ..models.spec import ModelSpec
 from ..quant.packing import QuantizedTensor, unpack_rows
+from ..quant.packing_ggml import GgmlType
+from ..quant.packing_nf4 import Nf4Tensor
 
 # Raised whenever the same weights would become other bytes: files of packed weights are then made again.
 LAYOUT_VERSION = 1
 TILE_ROWS = 16
 SLICE = 32
 TILES_AT_ONCE = 256  # what is unpacked together: at most a few megabytes
-SYMMETRIC, ZERO_POINT = 0, 1
-HEADER_BYTES = {SYMMETRIC: TILE_ROWS * 2, ZERO_POINT: TILE_ROWS * 3}  # of each group of a tile, by kind
+SYMMETRIC, ZERO_POINT, MINIMUM, NF4 = range(4)
+# Of each group of a tile, by kind.
+HEADER_BYTES = {
+    SYMMETRIC: TILE_ROWS * 2, ZERO_POINT: TILE_ROWS * 3, MINIMUM: TILE_ROWS * 4, NF4: TILE_ROWS * 2,
+}  # fmt: skip
+# Of a code, by kind.
+KIND_BITS = {SYMMETRIC: (4, 8), ZERO_POINT: (4, 8), MINIMUM: (4,), NF4: (4,)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,14 +86,20 @@ def tiles_bytes(rows: int, columns: int, bits: int, kind: int, slices_per_group:
     return -(-rows // TILE_ROWS) * tile
 
 
-def pack(tensor: QuantizedTensor, name: str = "tensor") -> PackedLinear:
+def ggml_tiles_bytes(rows: int, columns: int, kind: GgmlType) -> int:
+    """Bytes of the tiles of a matrix that keeps the bits of a ggml type."""
+    bits = 8 if kind == "Q8_0" else 4
+    return tiles_bytes(rows, columns, bits, MINIMUM if kind == "Q4_1" else SYMMETRIC, 1)
+
+
+def pack(tensor: QuantizedTensor | Nf4Tensor, name: str = "tensor") -> PackedLinear:
     """Repacks a quantized weight, some rows at a time. Rows are padded to whole tiles with zero weights,
     inputs to whole slices.
 
     A tensor has one packed form, whichever half of an artifact it was read from: columns of a group ascend,
     which the halves keep or not, and zero points that are all in the middle are left out. Raises
-    `UnsupportedModelError` naming `name` for a group size that is no multiple of 32, short of one group a
-    row: the activations' scales, too, are for 32 inputs each.
+    `UnsupportedModelError` naming `name` for minima with 8 bits, and for a group size that is no multiple of
+    32, short of one group a row: the activations' scales, too, are for 32 inputs each.
     """
     rows, columns, bits = tensor.out_features, tensor.in_features, tensor.bits
     tiles, slices = -(-rows // TILE_ROWS), -(-columns // SLICE)
@@ -97,10 +110,9 @@ def pack(tensor: QuantizedTensor, name: str = "tensor") -> PackedLinear:
         )
     per_group = slices if tensor.group_size >= columns else tensor.group_size // SLICE
     order, permutation = _column_order(tensor)
-    zeros = tensor.zeros
-    if zeros is not None and (zeros == 1 << (bits - 1)).all():
-        zeros = None
-    kind = SYMMETRIC if zeros is None else ZERO_POINT
+    kind, header = _header(tensor)
+    if bits not in KIND_BITS[kind]:
+        raise UnsupportedModelError(f"{name} has minima with {bits} bits; executor 'cpu' has minima with 4 bits")
     header_bytes = HEADER_BYTES[kind]
     slice_bytes = TILE_ROWS * SLICE * bits // 8
     packed = np.empty((tiles, tensor.groups * header_bytes + slices * slice_bytes), np.uint8)
@@ -109,9 +121,7 @@ def pack(tensor: QuantizedTensor, name: str = "tensor") -> PackedLinear:
         begin, end = first * TILE_ROWS, (first + len(part)) * TILE_ROWS
         codes = unpack_rows(tensor.packed[begin:end], bits, columns)
         body = _slices(codes if order is None else codes[:, order], len(part), slices, bits)
-        headers = _lanes(tensor.scales[begin:end], len(part))
-        if zeros is not None:
-            headers = np.concatenate([headers, _lanes(zeros[begin:end], len(part))], axis=2)
+        headers = np.concatenate([_lanes(values[begin:end], len(part)) for values in header], axis=2)
         at = 0
         for group in range(tensor.groups):
             part[:, at : at + header_bytes] = headers[:, group]
@@ -122,7 +132,20 @@ def pack(tensor: QuantizedTensor, name: str = "tensor") -> PackedLinear:
     return PackedLinear(packed.reshape(-1), rows, columns, bits, kind, per_group, permutation)
 
 
-def _column_order(tensor: QuantizedTensor) -> tuple[NDArray[np.intp] | None, NDArray[np.int32] | None]:
+def _header(tensor: QuantizedTensor | Nf4Tensor) -> tuple[int, tuple[NDArray[np.generic], ...]]:
+    """A tensor's kind, and what a header holds of each row and group, in order: arrays [rows, groups]."""
+    if isinstance(tensor, Nf4Tensor):
+        return NF4, (tensor.scales,)
+    if tensor.minima is not None:
+        return MINIMUM, (tensor.scales, tensor.minima)
+    if tensor.zeros is None or (tensor.zeros == 1 << (tensor.bits - 1)).all():
+        return SYMMETRIC, (tensor.scales,)
+    return ZERO_POINT, (tensor.scales, tensor.zeros)
+
+
+def _column_order(
+    tensor: QuantizedTensor | Nf4Tensor,
+) -> tuple[NDArray[np.intp] | None, NDArray[np.int32] | None]:
     """How stored columns are packed, and the permutation that they then have; None is as they are."""
     if tensor.permutation is None:
         return None, None

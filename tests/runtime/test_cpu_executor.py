@@ -16,6 +16,7 @@ from decoders import (
     Pages,
     Weights,
     load,
+    mean_kl,
     paged_logits,
     quantized,
     read_config,
@@ -36,16 +37,6 @@ from nybble.runtime.executor import KvDtype
 from nybble.runtime.packed_weights import pack
 
 LENGTH = 300  # over one attention segment of 256 tokens, and over 32 tokens where the matrix product changes
-
-
-def log_softmax(x: NDArray[np.float32]) -> NDArray[np.float64]:
-    shifted = x.astype(np.float64) - x.max(-1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
-
-
-def mean_kl(expected: NDArray[np.float32], found: NDArray[np.float32]) -> float:
-    one, other = log_softmax(expected), log_softmax(found)
-    return float((np.exp(one) * (one - other)).sum(-1).mean())
 
 
 @pytest.fixture(scope="module")

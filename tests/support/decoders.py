@@ -131,6 +131,17 @@ def paged_logits(
     return np.concatenate(parts)
 
 
+def log_softmax(x: NDArray[np.float32]) -> NDArray[np.float64]:
+    shifted = x.astype(np.float64) - x.max(-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
+
+
+def mean_kl(expected: NDArray[np.float32], found: NDArray[np.float32]) -> float:
+    """Mean KL divergence of the distributions that logits [n, vocab] stand for, in nats."""
+    one, other = log_softmax(expected), log_softmax(found)
+    return float((np.exp(one) * (one - other)).sum(-1).mean())
+
+
 def some_ids(vocab_size: int, count: int = PROMPT + DECODED) -> list[int]:
     return np.random.default_rng(11).integers(3, vocab_size, count).tolist()
 
