@@ -3,8 +3,7 @@ writes (runtime/kernels/step_buffers.h)."""
 
 from ..errors import SettingError
 from ..models.spec import ModelSpec
-from ..quant.recipe import Recipe
-from .memory_plan import TOKENIZER_PER_TOKEN, MemoryPlan, RunSettings
+from .memory_plan import GGUF_PER_TOKEN, TOKENIZER_PER_TOKEN, MemoryPlan, RunSettings
 from .model_bytes import HEAD_BITS, HEAD_GROUP_SIZE, KV_BYTES, float_elements, linears
 from .profile import KvDtype
 
@@ -23,13 +22,12 @@ PANEL = 256 * 1024
 def plan_on_kernels(run: RunSettings) -> MemoryPlan:
     """The tiles of all matrices, norms and biases in float32, pages, the buffers of one step. Loading repacks
     one matrix at a time; the head is the largest. Raises `SettingError` for an unquantized model."""
-    spec, recipe = run.spec, run.recipe
-    if recipe is None:
-        raise SettingError("executor is 'cpu', which runs quantized models only; use 'ort'")
+    spec = run.spec
     head = _tile_bytes(spec.vocab_size, spec.hidden_size, HEAD_BITS, HEAD_GROUP_SIZE, True)
     heads = 1 if spec.tied_embeddings else 2
-    weights = heads * head + _linear_bytes(spec, recipe) + 4 * float_elements(spec)
+    weights = heads * head + _linear_bytes(run) + 4 * float_elements(spec)
     pages = -(-run.length // PAGE) * run.sequences
+    tokenizer = TOKENIZER_PER_TOKEN + (GGUF_PER_TOKEN if run.half == "gguf" else 0)
     return MemoryPlan(
         context=run.length,
         sequences=run.sequences,
@@ -42,7 +40,7 @@ def plan_on_kernels(run: RunSettings) -> MemoryPlan:
         activations=step_bytes(run)
         + 4 * _padded(spec.vocab_size, 16) * run.logit_rows
         + SAMPLING_PER_TOKEN * spec.vocab_size,
-        runtime=IMPORTS + TOKENIZER_PER_TOKEN * spec.vocab_size,
+        runtime=IMPORTS + tokenizer * spec.vocab_size,
         loading=max(0, (LOADING_COPIES + heads - 1) * head - weights),
         budget=run.profile.memory_budget if run.budget is None else run.budget,
     )
@@ -94,10 +92,15 @@ def _padded(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _linear_bytes(spec: ModelSpec, recipe: Recipe) -> int:
+def _linear_bytes(run: RunSettings) -> int:
     """Of all linear layers: tiles, and what they permute their inputs by."""
+    if run.linear_bytes is not None:
+        return run.linear_bytes
+    recipe = run.recipe
+    if recipe is None:
+        raise SettingError("executor is 'cpu', which runs quantized models only; use 'ort'")
     total = 0
-    for linear in linears(spec):
+    for linear in linears(run.spec):
         total += _tile_bytes(
             linear.out_features, linear.in_features, recipe.bits, recipe.group_size, recipe.symmetric
         )

@@ -8,11 +8,13 @@ from ..models.spec import ModelSpec
 from ..quant.recipe import Recipe
 from .profile import DeviceProfile, KvDtype
 
-Half = Literal["onnx", "gptq"]
+Half = Literal["onnx", "gptq", "gguf"]  # what the weights are read from
 ExecutorKind = Literal["cpu", "ort"]
 
 # A tokenizer's tables: 31 MB for 49,152 tokens.
 TOKENIZER_PER_TOKEN = 650
+# What building it from a GGUF file's metadata leaves behind as freed heap: 20 MB for 49,152 tokens.
+GGUF_PER_TOKEN = 450
 # Logits of a scored text are wanted for every token; this bounds what they take in a step, in bytes.
 SCORE_LOGITS_BYTES = 16 * 2**20
 
@@ -22,9 +24,10 @@ class RunSettings:
     """A model and how it is to run under a profile, with `sequences` of up to `context` tokens each at once.
 
     None takes the profile's value; `context` None is the model's own where that is shorter. `recipe` None is
-    an unquantized model. `half` is what the artifact is read from: `OrtExecutor` maps the ONNX half's weights
-    and holds the GPTQ half's in memory as well; for `CpuExecutor` it makes no difference. Raises
-    `SettingError` for a setting out of range.
+    an unquantized model. `half` is what the model is read from: `OrtExecutor` maps the ONNX half's weights
+    and holds the GPTQ half's in memory as well; for `CpuExecutor` both are the same. A GGUF file, which only
+    that one runs, has no recipe; `linear_bytes` are those of its linear layers' tiles. Raises `SettingError`
+    for a setting out of range.
     """
 
     spec: ModelSpec
@@ -38,6 +41,7 @@ class RunSettings:
     threads: int | None = None
     budget: int | None = None  # bytes
     executor: ExecutorKind = "ort"
+    linear_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.length <= self.spec.max_position:

@@ -71,9 +71,11 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """Metadata values are int, float, bool, str, `list[str]`, or a numpy array of numbers."""
+    """Metadata values are int, float, bool, str, `list[str]`, or a numpy array of numbers. `nbytes` are the
+    file's bytes before the tensors."""
 
     version: int
+    nbytes: int
     metadata: dict[str, Any] = field(repr=False)
     tensors: dict[str, GgufTensor] = field(repr=False)
 
@@ -98,7 +100,7 @@ def read_header(fd: int, where: str) -> GgufHeader:
         raise cursor.error(f"general.alignment is {_short(alignment)}; expected a power of two")
     entries = [_tensor_entry(cursor, alignment) for _ in range(tensor_count)]
     start = -(-cursor.position // alignment) * alignment
-    return GgufHeader(version, metadata, _place(entries, start, size, where))
+    return GgufHeader(version, start, metadata, _place(entries, start, size, where))
 
 
 def read_bytes(fd: int, offset: int, out: NDArray[Any], where: str) -> None:

@@ -1,8 +1,9 @@
 """A GGUF file as a `ModelSource`: tensors under their Hugging Face names, in float32."""
 
 import hashlib
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -85,6 +86,7 @@ class GgufSource:
                 f"{origin}: one of {parts} parts of a split GGUF; merge them into one file first"
             )
         self._tensors = header.tensors
+        self._header_bytes = header.nbytes
         factors = self._rope_factors()
         self.config: dict[str, Any] = config_from_metadata(
             meta, {name: tensor.shape for name, tensor in header.tensors.items()}, factors
@@ -110,24 +112,64 @@ class GgufSource:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the file, hexadecimal, read in chunks."""
-        digest, size = hashlib.sha256(), os.fstat(self._fd).st_size
-        for offset in range(0, size, _DIGEST_CHUNK):
-            block = np.empty(min(_DIGEST_CHUNK, size - offset), np.uint8)
+        return self._hash(os.fstat(self._fd).st_size).hexdigest()
+
+    @cached_property
+    def quick_digest(self) -> str:
+        """SHA-256 of the header, the file's size and the time it was modified, hexadecimal: it tells one file
+        from another without reading the weights."""
+        digest, status = self._hash(self._header_bytes), os.fstat(self._fd)
+        digest.update(f"{status.st_size} {status.st_mtime_ns}".encode())
+        return digest.hexdigest()
+
+    def _hash(self, end: int) -> "hashlib._Hash":
+        digest = hashlib.sha256()
+        for offset in range(0, end, _DIGEST_CHUNK):
+            block = np.empty(min(_DIGEST_CHUNK, end - offset), np.uint8)
             read_bytes(self._fd, offset, block, self.origin)
             digest.update(block.data)
-        return digest.hexdigest()
+        return digest
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """One tensor by its Hugging Face name, float32. Raises `ModelFormatError` where it holds a NaN or an
         infinity, `MissingDependencyError` where its type needs the `gguf` package."""
+        entry = self._entry(name)
+        values, places = self._decode(entry), self._places(name, entry.shape[0])
+        if places is None:
+            return values
+        result = np.empty_like(values)
+        result[places] = values
+        return result
+
+    def type_of(self, name: str) -> str:
+        """The ggml type of a tensor, by its Hugging Face name."""
+        return self._entry(name).type.name
+
+    def rows(self, name: str) -> Iterator[tuple[slice | NDArray[np.intp], NDArray[np.uint8]]]:
+        """A matrix as the file has it, a chunk at a time: which rows of the Hugging Face tensor they are, and
+        their blocks, [rows, bytes] uint8."""
+        entry = self._entry(name)
+        places = self._places(name, entry.shape[0])
+        for part, raw in self._chunks(entry):
+            yield part if places is None else places[part], raw
+
+    def to_float32(self, name: str, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Rows of blocks of a tensor, as `rows` gives them, in float32 [rows, columns]; raises as `tensor`
+        does."""
+        return self._float32(self._entry(name), raw)
+
+    def _entry(self, name: str) -> GgufTensor:
         if name not in self.spec.tensors():
             raise ModelFormatError(f"{self.origin}: the model has no tensor {name!r}")
-        values = self._decode(self._tensors[gguf_name(name)])
-        if self._permuted and ".self_attn.q_proj." in name:
-            return _undo_permutation(values, self.spec.num_heads)
-        if self._permuted and ".self_attn.k_proj." in name:
-            return _undo_permutation(values, self.spec.num_kv_heads)
-        return values
+        return self._tensors[gguf_name(name)]
+
+    def _places(self, name: str, rows: int) -> NDArray[np.intp] | None:
+        """Where each of the file's rows is in the Hugging Face tensor, None where all are in place: rows of a
+        head are interleaved in the file (0, d/2, 1, d/2 + 1, …)."""
+        for part, heads in (("q", self.spec.num_heads), ("k", self.spec.num_kv_heads)):
+            if self._permuted and f".self_attn.{part}_proj." in name:
+                return np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
+        return None
 
     def _rope_factors(self) -> NDArray[np.float32] | None:
         entry = self._tensors.get(_ROPE_FACTORS)
@@ -162,17 +204,27 @@ class GgufSource:
     def _decode(self, entry: GgufTensor) -> NDArray[np.float32]:
         """The tensor in float32, its rows in chunks, so that only a chunk is held in both forms."""
         values = np.empty(entry.shape, np.float32)
+        rows = values.reshape(-1, entry.shape[-1])
+        for part, raw in self._chunks(entry):
+            rows[part] = self._float32(entry, raw)
+        return values
+
+    def _chunks(self, entry: GgufTensor) -> Iterator[tuple[slice, NDArray[np.uint8]]]:
+        """The file's rows of a tensor, [rows, bytes] as they are; a vector is one row."""
         columns = entry.shape[-1]
-        rows = values.reshape(-1, columns)
+        count = math.prod(entry.shape[:-1])
         row_bytes = columns // entry.type.elements * entry.type.nbytes
         step = max(1, _CHUNK_ELEMENTS // columns)
-        for first in range(0, len(rows), step):
-            part = rows[first : first + step]
-            raw = np.empty((len(part), row_bytes), np.uint8)
+        for first in range(0, count, step):
+            part = slice(first, min(first + step, count))
+            raw = np.empty((part.stop - first, row_bytes), np.uint8)
             read_bytes(self._fd, entry.offset + first * row_bytes, raw, self.origin)
-            part[:] = _to_float32(raw, entry.type.name)
-            if not np.isfinite(part).all():
-                raise ModelFormatError(f"{self.origin}: tensor {entry.name!r} holds a NaN or an infinity")
+            yield part, raw
+
+    def _float32(self, entry: GgufTensor, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
+        values = _to_float32(raw, entry.type.name)
+        if not np.isfinite(values).all():
+            raise ModelFormatError(f"{self.origin}: tensor {entry.name!r} holds a NaN or an infinity")
         return values
 
 
@@ -195,9 +247,3 @@ def _to_float32(raw: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
     with np.errstate(all="ignore"):
         decoded: NDArray[np.float32] = dequantize(raw, GGMLQuantizationType[kind])
     return decoded
-
-
-def _undo_permutation(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Rows of each head from the interleaved order (0, d/2, 1, d/2 + 1, …) back to Hugging Face's halves."""
-    rows = values.reshape(heads, values.shape[0] // heads // 2, 2, -1)
-    return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(values.shape)

@@ -1,7 +1,8 @@
 """Packed weights kept in a file, so that the next start maps them instead of packing again.
 
 One file an artifact, for both halves. It lies in the artifact's `cache/` or, where that cannot be written, in
-the user's cache folder (`$XDG_CACHE_HOME/nybble`, by default `~/.cache/nybble`) under the artifact's digest.
+the user's cache folder (`$XDG_CACHE_HOME/nybble`, by default `~/.cache/nybble`) under the artifact's digest;
+that of a model in another format always lies there.
 `packed_file.py` is the format. A file is replaced and never written in place, so what is mapped does not
 change.
 """
@@ -26,12 +27,13 @@ log = logging.getLogger("nybble")
 
 
 def load_packed(
-    folder: Path, digest: str, spec: ModelSpec, weights: Callable[[], LogicalWeights]
+    folder: Path | None, digest: str, spec: ModelSpec, weights: Callable[[], LogicalWeights]
 ) -> PackedSource:
-    """An artifact's packed weights: mapped from its cache file, which is made first where none can be used;
+    """A model's packed weights: mapped from its cache file, which is made first where none can be used;
     where none can be written either, packed as they are asked for.
 
-    `digest` is the artifact's, in hexadecimal. `weights` opens its tensors, and is called only to pack.
+    `folder` is the artifact, None for a model in another format, and `digest` tells it from others, in
+    hexadecimal. `weights` opens its tensors, and is called only to pack.
     Raises what reading those raises; whatever is wrong with a cache file is one line in the log.
     """
     files = cache_files(folder, digest)
@@ -73,9 +75,9 @@ def check_packed(folder: Path, digest: str, spec: ModelSpec, weights: Callable[[
                 raise ModelFormatError(f"{file}: {name} is not the artifact's; delete this file")
 
 
-def cache_files(folder: Path, digest: str) -> tuple[Path, ...]:
-    """Where an artifact's packed weights are looked for and kept, best first."""
-    files = [folder / CACHE_FOLDER / FILE_NAME]
+def cache_files(folder: Path | None, digest: str) -> tuple[Path, ...]:
+    """Where a model's packed weights are looked for and kept, best first."""
+    files = [] if folder is None else [folder / CACHE_FOLDER / FILE_NAME]
     user = os.environ.get("XDG_CACHE_HOME", "")
     user = user if os.path.isabs(user) else os.path.expanduser("~/.cache")
     if os.path.isabs(user):  # there may be no home

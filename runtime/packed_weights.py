@@ -112,7 +112,9 @@ def pack(tensor: QuantizedTensor | Nf4Tensor, name: str = "tensor") -> PackedLin
     order, permutation = _column_order(tensor)
     kind, header = _header(tensor)
     if bits not in KIND_BITS[kind]:
-        raise UnsupportedModelError(f"{name} has minima with {bits} bits; executor 'cpu' has minima with 4 bits")
+        raise UnsupportedModelError(
+            f"{name} has minima with {bits} bits; executor 'cpu' has minima with 4 bits"
+        )
     header_bytes = HEADER_BYTES[kind]
     slice_bytes = TILE_ROWS * SLICE * bits // 8
     packed = np.empty((tiles, tensor.groups * header_bytes + slices * slice_bytes), np.uint8)

@@ -21,7 +21,9 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A model, opened from an artifact folder and run in this process.
+    """A model, opened from an artifact folder or a GGUF file and run in this process. A GGUF file runs on our
+    own kernels, at its own bits in Q4_0, Q4_1 and Q8_0 and else in 8; the alias `smollm2` names one where
+    there is no such path.
 
     - `device`: "auto", or a device profile by name or file; it decides threads, memory, context and cache.
     - `executor`: "cpu", our own kernels, the same bits whatever else runs; "ort", ONNX Runtime; "auto" is the
@@ -37,7 +39,7 @@ class LLM:
     - `cache`: whether our kernels keep the weights as they read them in a file, in the artifact's folder
       `cache` or else the user's cache folder, and map that file from then on.
 
-    What is not given comes from the device. Raises `ModelFormatError` for a path that is no sound artifact,
+    What is not given comes from the device. Raises `ModelFormatError` for a path that is no sound model,
     `DoesNotFitError` with the numbers before loading what is too large, `SettingError` for settings.
     A context manager: leaving it frees the model.
     """

