@@ -63,7 +63,7 @@ def check_slots(batch: Batch, page_size: int) -> None:
     tokens = len(batch.token_ids)
     if tokens < 2:
         return
-    check_kinds(batch, ("cu_seqlens", "slot_mapping"))
+    check_kinds(batch, ("token_ids", "cu_seqlens", "slot_mapping"))
     _shape("slot_mapping", batch.slot_mapping.shape, (len(batch.slot_mapping), tokens))
     sequence_of = np.repeat(np.arange(len(batch.cu_seqlens) - 1), _lengths(batch))
     for group, slots in enumerate(batch.slot_mapping):
