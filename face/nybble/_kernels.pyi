@@ -92,3 +92,61 @@ class Decoder:
     @property
     def step_bytes(self) -> int:
         """Bytes of the buffers that steps of the reserved sizes write to."""
+
+class TokenSampler:
+    """Chooses a token from a row of logits as `runtime/sampler.py` does in numpy, in float32."""
+
+    def __init__(self, isa: str) -> None: ...
+    def draw(
+        self,
+        logits: NDArray[np.float32],
+        top: float,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        number: float,
+    ) -> int:
+        """The token at `number`, in [0, 1), of what the filters leave, ids ascending; `top` is the largest of
+        `logits` [vocab]. Raises `ValueError` naming the argument."""
+
+class MemoryRead:
+    """A buffer of `bytes`, rounded up to equal parts, for reading it as fast as `threads` can. Raises
+    `ValueError` naming the argument, `MemoryError`."""
+
+    def __init__(self, threads: int, bytes: int) -> None: ...
+    def run(self) -> float:
+        """Reads all of it once; seconds. Releases the GIL."""
+
+    @property
+    def bytes(self) -> int: ...
+
+class LinearProduct:
+    """`y[:, :rows] = x Wᵀ` as the decoder's threads compute it, without what surrounds it in a step: `x`
+    [M, columns] is quantized once, `y` is [M, rows padded to 16]. Raises `ValueError` naming the argument."""
+
+    def __init__(
+        self,
+        threads: int,
+        isa: str,
+        x: NDArray[np.float32],
+        tiles: NDArray[np.uint8],
+        rows: int,
+        bits: int,
+        kind: int,
+        slices_per_group: int,
+        y: NDArray[np.float32],
+    ) -> None: ...
+    def run(self, repeats: int) -> float:
+        """Seconds of so many products, one after the other. Releases the GIL."""
+
+class DotLoop:
+    """`threads` that do nothing but dot products of registers. Raises `ValueError` naming the argument."""
+
+    def __init__(self, threads: int, isa: str) -> None: ...
+    def run(self, rounds: int) -> float:
+        """Seconds of so many rounds. Releases the GIL."""
+
+    @property
+    def operations(self) -> int:
+        """Of a round by all threads: a multiplication and an addition are two."""

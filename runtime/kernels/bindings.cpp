@@ -8,7 +8,9 @@ namespace nb = nanobind;
 
 namespace nybble {
 void bind_decoder(nb::module_& m);
-}
+void bind_measure(nb::module_& m);
+void bind_sampler(nb::module_& m);
+}  // namespace nybble
 
 static nb::dict cpu_info_dict() {
     const nybble::CpuInfo info = nybble::cpu_info();
@@ -34,4 +36,6 @@ NB_MODULE(_kernels, m) {
     m.doc() = "Nybble's C++ code.";
     m.def("cpu_info", &cpu_info_dict, "What this CPU is: its brand, usable instruction sets and caches.");
     nybble::bind_decoder(m);
+    nybble::bind_measure(m);
+    nybble::bind_sampler(m);
 }

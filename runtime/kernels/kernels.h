@@ -17,6 +17,12 @@ struct SoftmaxPart {
     float sum;
 };
 
+// Of the weights that the sampler looks at.
+struct WeightTotal {
+    double sum;
+    int count;
+};
+
 struct AttentionTask {
     KvShape shape;
     const uint8_t* pages;        // the layer's pages
@@ -71,6 +77,15 @@ struct Kernels {
     // Merges a row's parts in ascending order into out [head_dim].
     void (*merge_parts)(const SoftmaxPart* parts, const float* values, int segment_begin, int segment_end,
                         int group, int row, int head_dim, float* out);
+
+    // For the sampler, ops/sampling.h: weights of a row of logits, and a look at those from one on.
+    void (*weigh_logits)(const float* logits, int n, float top, float factor, float* weights, double* sums);
+    WeightTotal (*weights_from)(const float* weights, int n, float least);
+    int (*collect_from)(const float* weights, int n, float least, int32_t* indices);
+
+    // For benchmarks: the dot product on registers alone, ops/measure.h.
+    int64_t dot_operations;  // of a round
+    int32_t (*dot_loop)(int64_t rounds, const uint8_t* weights, const int8_t* activations);
 };
 
 // Names of the sets built and supported by this CPU, best first.

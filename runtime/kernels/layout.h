@@ -13,6 +13,7 @@ constexpr int kBlockTokens = 4;      // tokens of an activation block
 constexpr int kPanelTiles = 4;       // tiles that the large matrix product unpacks together
 constexpr int kPanelBlocks = 128;    // blocks of tokens that a panel's results are kept for
 constexpr int kPageTokens = 16;      // tokens of a KV page; one lane each
+constexpr int kSumBlock = 512;       // logits whose weights are summed together
 constexpr int kSegmentTokens = 256;  // tokens whose softmax is computed together, from position 0
 
 constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }

@@ -166,6 +166,22 @@ void check_values(const RandomLinear& linear, const Inputs& inputs, const std::v
     }
 }
 
+// The loop that benchmarks count operations of does as many as it says.
+void check_dot_loop(const Kernels& kernels, Random& random) {
+    uint8_t weights[64];
+    int8_t activations[64];
+    int64_t dot = 0;
+    for (int i = 0; i < 64; ++i) {
+        weights[i] = static_cast<uint8_t>(random.below(16));
+        activations[i] = static_cast<int8_t>(random.below(255) - 127);
+        dot += weights[i] * activations[i];
+    }
+    for (const int rounds : {1, 7}) {
+        const int64_t dots = rounds * kernels.dot_operations / 128;
+        check(kernels.dot_loop(rounds, weights, activations) == dots * dot, "every dot product is computed");
+    }
+}
+
 }  // namespace
 
 RandomLinear random_linear(Random& random, int rows, int columns, int bits, WeightKind kind,
@@ -224,6 +240,8 @@ RandomLinear random_linear(Random& random, int rows, int columns, int bits, Weig
 
 void test_linear(const Kernels& kernels, Results& results) {
     Random random(1);
+    current_case() = "dot products on registers";
+    check_dot_loop(kernels, random);
     for (const Shape& shape : kShapes) {
         for (const Kind& kind : kKinds) {
             current_case() = "product " + std::to_string(shape.rows) + " x " + std::to_string(shape.columns) +

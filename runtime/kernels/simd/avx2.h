@@ -16,6 +16,7 @@ constexpr int kTokensPerBlock = 4;
 constexpr int kFewStreams = 1;
 constexpr int kFewTokens = 8;
 constexpr int kRowBlock = 3;  // register block of attention: rows
+constexpr int kDotChains = 5;
 
 inline F32 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline void store(float* p, F32 x) {
@@ -148,6 +149,9 @@ inline I32 dot2(I32 acc, Bytes x, Bytes y) {
     return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, y.a)),
             _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, y.b))};
 }
+
+// Keeps the compiler from knowing what the bytes are.
+inline void forget(Bytes& b) { asm("" : "+x"(b.a), "+x"(b.b)); }
 
 // Reductions: lanes i and i + 8, then + 4, + 2, + 1.
 inline float reduce_add(F32 x) {

@@ -14,6 +14,7 @@ constexpr int kTokensPerBlock = 4;
 constexpr int kFewStreams = 2;  // rows of tiles that a few tokens are multiplied with together
 constexpr int kFewTokens = 8;   // tokens whose sums are kept together: 4 or 8
 constexpr int kRowBlock = 6;    // register block of attention: rows
+constexpr int kDotChains = 16;  // sums that hide the dot product's latency
 
 inline F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline void store(float* p, F32 a) { _mm512_storeu_ps(p, a.v); }
@@ -96,6 +97,9 @@ inline void store_s16(int16_t* p, I32 a) {
 inline Bytes broadcast_pair(const int16_t* p) { return broadcast4(reinterpret_cast<const int8_t*>(p)); }
 // acc[lane] += sum over 2 of 16-bit products.
 inline I32 dot2(I32 acc, Bytes a, Bytes b) { return {_mm512_dpwssd_epi32(acc.v, a.v, b.v)}; }
+
+// Keeps the compiler from knowing what the bytes are.
+inline void forget(Bytes& b) { asm("" : "+v"(b.v)); }
 
 // Reductions: lanes i and i + 8, then + 4, + 2, + 1.
 inline float reduce_add(F32 a) {

@@ -16,6 +16,7 @@ constexpr int kTokensPerBlock = 4;
 constexpr int kFewStreams = 1;
 constexpr int kFewTokens = 4;
 constexpr int kRowBlock = 3;  // register block of attention: rows
+constexpr int kDotChains = 5;
 
 template <typename V, typename Function>
 inline V quarters(Function function) {
@@ -166,6 +167,9 @@ inline I32 dot2(I32 acc, Bytes x, Bytes y) {
         return vaddq_s32(acc.v[i], vpaddq_s32(low, vmull_s16(vget_high_s16(a), vget_high_s16(b))));
     });
 }
+
+// Keeps the compiler from knowing what the bytes are.
+inline void forget(Bytes& b) { asm("" : "+w"(b.v[0]), "+w"(b.v[1]), "+w"(b.v[2]), "+w"(b.v[3])); }
 
 // Reductions: lanes i and i + 8, then + 4, + 2, + 1.
 inline float reduce_add(F32 x) {

@@ -17,6 +17,7 @@ constexpr int kTokensPerBlock = 4;
 constexpr int kFewStreams = 1;
 constexpr int kFewTokens = 4;
 constexpr int kRowBlock = 1;  // register block of attention: rows
+constexpr int kDotChains = 2;
 
 template <typename V, typename Function>
 inline V lanes(Function function) {
@@ -164,6 +165,9 @@ inline I32 dot2(I32 acc, Bytes a, Bytes b) {
     }
     return acc;
 }
+
+// Keeps the compiler from knowing what the bytes are.
+inline void forget(Bytes& b) { asm("" : "+m"(b)); }
 
 inline float reduce_add(F32 a) {
     for (int step = 8; step > 0; step /= 2) {
