@@ -1,9 +1,11 @@
 """What machine is this, and what fits?"""
 
+from .kernels import MachineLimits, choose_isa, kernel_sets, measure_limits
 from .memory_plan import ExecutorKind, MemoryPlan, RunSettings
 from .model_bytes import kv_bytes_per_token, weight_bytes
 from .planner import check_fit, fit_sequences, plan_memory
 from .probe import Machine, probe
+from .process import peak_resident_bytes
 from .profile import DeviceProfile, KvDtype, Provider, load_profile
 from .report import describe, describe_profile, machine_json, profile_json
 from .resolve import list_profiles, resolve_device
@@ -14,20 +16,25 @@ __all__ = [
     "ExecutorKind",
     "KvDtype",
     "Machine",
+    "MachineLimits",
     "MemoryPlan",
     "Provider",
     "RunSettings",
     "check_fit",
+    "choose_isa",
     "describe",
     "describe_profile",
     "fit_sequences",
     "format_bytes",
+    "kernel_sets",
     "kv_bytes_per_token",
     "list_profiles",
     "load_profile",
     "machine_json",
+    "measure_limits",
     "parse_bytes",
     "parse_memory_budget",
+    "peak_resident_bytes",
     "plan_memory",
     "probe",
     "profile_json",

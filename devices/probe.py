@@ -5,8 +5,10 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..errors import SettingError
 from .cgroup import read_cgroup_limits
 from .cpu import CpuCache, read_cpu
+from .kernels import choose_isa, kernel_sets
 
 _ROOT = Path("/")
 
@@ -21,6 +23,8 @@ class Machine:
     isa: tuple[str, ...] | None  # instruction sets that may be used, by the kernels' names
     caches: tuple[CpuCache, ...] | None
     kernels: bool  # the C++ extension is installed
+    kernel_sets: tuple[str, ...] | None  # instruction sets it has kernels for and this CPU runs, best first
+    kernel_isa: str | None  # the one in use: what NYBBLE_ISA names, else the best
     logical_cores: int | None  # that this process may be scheduled on
     physical_cores: int | None  # of those: hyper-threads of one core count once
     cpu_quota: float | None  # CPUs' worth of time the control group allows; None: no quota
@@ -61,6 +65,8 @@ def probe(root: Path = _ROOT, providers: bool = True) -> Machine:
         isa=cpu.isa,
         caches=cpu.caches,
         kernels=cpu.kernels,
+        kernel_sets=kernel_sets() if cpu.kernels else None,
+        kernel_isa=_kernel_isa(notes) if cpu.kernels else None,
         logical_cores=logical,
         physical_cores=physical,
         cpu_quota=limits.cpu_quota,
@@ -73,6 +79,14 @@ def probe(root: Path = _ROOT, providers: bool = True) -> Machine:
         onnxruntime=version,
         notes=tuple(notes),
     )
+
+
+def _kernel_isa(notes: list[str]) -> str | None:
+    try:
+        return choose_isa()
+    except SettingError as error:
+        notes.append(str(error))
+        return None
 
 
 def _usable_cores(logical: int | None, physical: int | None, quota: float | None) -> int:

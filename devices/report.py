@@ -1,9 +1,11 @@
 """`nybble devices`: the probe's findings and a profile, as rows for people and as data for programs."""
 
+import os
 from dataclasses import asdict
 from typing import Any
 
 from .cpu import CpuCache
+from .kernels import ISA_VARIABLE
 from .probe import Machine
 from .profile import DeviceProfile
 from .sizes import format_bytes
@@ -23,7 +25,7 @@ def describe(machine: Machine) -> list[tuple[str, str]]:
         ),
         ("Caches", _UNKNOWN if not machine.caches else ", ".join(map(_cache, machine.caches))),
         ("Memory", _memory(machine)),
-        ("C++ kernels", "installed" if machine.kernels else "not installed: models run on ONNX Runtime"),
+        ("C++ kernels", _kernels(machine)),
         ("ONNX Runtime", machine.onnxruntime or "not installed"),
     ]
     if machine.providers is not None:
@@ -81,6 +83,15 @@ def _cores(machine: Machine) -> str:
     if machine.cpu_quota is not None:
         details.append(f"a quota of {machine.cpu_quota:g}")
     return f"{text} ({', '.join(details)})" if details else text
+
+
+def _kernels(machine: Machine) -> str:
+    if machine.kernel_sets is None:
+        return "not installed: models run on ONNX Runtime"
+    if machine.kernel_isa is None:
+        return f"{ISA_VARIABLE} names none of {', '.join(machine.kernel_sets)}"
+    forced = f", forced by {ISA_VARIABLE}" if os.environ.get(ISA_VARIABLE) else ""
+    return f"{machine.kernel_isa} (of {', '.join(machine.kernel_sets)}){forced}"
 
 
 def _cache(cache: CpuCache) -> str:

@@ -7,10 +7,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ..devices.kernels import choose_isa
 from ..errors import (
     DoesNotFitError,
     ExecutorError,
-    MissingDependencyError,
     SettingError,
     UnsupportedModelError,
 )
@@ -35,7 +35,7 @@ class CpuExecutor:
     ) -> None:
         """`threads` counts the calling one. `max_position` is the longest context that will be used, in
         tokens, the model's by default. `isa` forces a set of kernels ("avx512vnni", "avx2", "scalar", ...);
-        by default the best this CPU has."""
+        by default it is the one that the environment variable NYBBLE_ISA names, or the best this CPU has."""
         self._start(FreshlyPacked(weights), threads, max_position, isa)
 
     @classmethod
@@ -48,13 +48,9 @@ class CpuExecutor:
         return executor
 
     def _start(self, source: PackedSource, threads: int, max_position: int | None, isa: str) -> None:
-        try:
-            from .. import _kernels
-        except ImportError:
-            raise MissingDependencyError(
-                "executor 'cpu' needs the C++ kernels, which this installation was built without; "
-                "reinstall nybble where a C++ compiler is found, or use executor 'ort'"
-            ) from None
+        isa = choose_isa(isa)
+        from .. import _kernels
+
         self._spec = source.spec
         self._layout: KvLayout | None = None
         try:
@@ -72,6 +68,7 @@ class CpuExecutor:
         # First, while little else is held: packing these takes most memory.
         embedding = _ends(source, spec.embedding_name)
         head = embedding if spec.tied_embeddings else _ends(source, spec.head_name)
+        self._weight_bytes = head.tiles.nbytes
         builder.set_ends(
             source.vector(spec.final_norm_name),
             embedding.tiles, embedding.slices_per_group, head.tiles, head.slices_per_group,
@@ -79,6 +76,7 @@ class CpuExecutor:
         for layer in range(spec.num_layers):
             for index, linear in enumerate(spec.linears(layer)):
                 packed = source.linear(linear.name)
+                self._weight_bytes += packed.tiles.nbytes
                 bias = source.vector(linear.bias_name) if linear.bias else None
                 builder.set_linear(
                     layer, index, packed.tiles, packed.bits, packed.kind, packed.slices_per_group, bias,
@@ -99,6 +97,11 @@ class CpuExecutor:
     @property
     def spec(self) -> ModelSpec:
         return self._spec
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the tiles of all linear layers and the head: what every step reads."""
+        return self._weight_bytes
 
     @property
     def isa(self) -> str:

@@ -13,6 +13,7 @@ from .devices import (
     ExecutorKind,
     MemoryPlan,
     RunSettings,
+    choose_isa,
     fit_sequences,
     parse_memory_budget,
     resolve_device,
@@ -144,6 +145,7 @@ def _open_cpu(
 ) -> Executor:
     from .runtime.cpu_executor import CpuExecutor
 
+    choose_isa()  # a NYBBLE_ISA that is not there is refused before anything is packed
     executor = CpuExecutor.from_packed(model.packed(cache), threads=threads, max_position=plan.context)
     executor.reserve(max_batch_tokens, plan.sequences)
     return executor

@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 from nybble.devices import (
     describe,
     describe_profile,
@@ -31,6 +33,23 @@ def test_limits_are_shown_beside_what_is_usable(make_tree):
     rows = dict(describe(probe(tree, providers=False)))
     assert rows["Memory"] == "3.00 GB usable now (16.4 GB in all, a limit of 4.00 GB)"
     assert rows["Cores"] == "2 usable (8 logical, a quota of 2.5)"
+
+
+@pytest.mark.parametrize("name", ["", "scalar", "avx9000"])
+def test_the_kernels_instruction_set_is_shown(name, monkeypatch):
+    kernels = pytest.importorskip("nybble._kernels")
+    monkeypatch.setenv("NYBBLE_ISA", name)
+    sets, machine = kernels.supported_kernels(), probe(providers=False)
+    assert machine.kernel_sets == tuple(sets)
+    shown = dict(describe(machine))["C++ kernels"]
+    if name == "avx9000":
+        assert machine.kernel_isa is None
+        assert shown == f"NYBBLE_ISA names none of {', '.join(sets)}"
+        assert any("NYBBLE_ISA is 'avx9000'" in note for note in machine.notes)
+    else:
+        assert machine.kernel_isa == (name or sets[0])
+        assert shown.startswith(f"{machine.kernel_isa} (of {', '.join(sets)})")
+        assert ("NYBBLE_ISA" in shown) == bool(name)
 
 
 def test_json_holds_what_the_rows_show(make_tree):

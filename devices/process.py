@@ -1,0 +1,22 @@
+"""What this process has used so far."""
+
+import sys
+from pathlib import Path
+
+
+def peak_resident_bytes(root: Path = Path("/")) -> int | None:
+    """The most memory that this process has had resident at once, in bytes; None where no system says."""
+    try:
+        status = (root / "proc/self/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        status = ""
+    for line in status.splitlines():
+        key, _, value = line.partition(":")
+        if key == "VmHWM" and value.split()[:1] and value.split()[0].isdigit():
+            return int(value.split()[0]) * 1024
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,23 @@
+from pathlib import Path
+
+import pytest
+
+from nybble.devices import peak_resident_bytes
+
+
+def test_the_peak_grows_with_what_is_held_and_stays() -> None:
+    before = peak_resident_bytes()
+    if before is None:
+        pytest.skip("this system does not say")
+    size = before + 32_000_000
+    held = bytearray(size)
+    held[::4096] = b"x" * len(held[::4096])
+    assert (peak_resident_bytes() or 0) > size
+    del held
+    assert (peak_resident_bytes() or 0) > size
+
+
+def test_the_kernels_own_figure_is_preferred(make_tree) -> None:
+    tree: Path = make_tree({"proc/self/status": "VmPeak:\t 9 kB\nVmHWM:\t   1234 kB\nVmRSS:\t 5 kB\n"})
+    assert peak_resident_bytes(tree) == 1234 * 1024
+    assert (peak_resident_bytes(make_tree({"proc/self/status": "VmHWM:\n"})) or 0) > 1_000_000
