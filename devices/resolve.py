@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from .probe import Machine, probe
@@ -81,8 +80,13 @@ def auto_profile(machine: Machine, cuda: Callable[[], bool] | None = None) -> De
 
 def _cuda_usable() -> bool:
     """Whether ONNX Runtime's CUDA package and a device are there, without importing ONNX Runtime."""
+    if not (Path("/dev/nvidiactl").exists() or Path("/dev/nvhost-gpu").exists()):
+        return False
+    # Importing this, and looking through all that is installed, would be a noticeable part of a start.
+    from importlib.metadata import PackageNotFoundError, distribution
+
     try:
         distribution("onnxruntime-gpu")
     except PackageNotFoundError:
         return False
-    return Path("/dev/nvidiactl").exists() or Path("/dev/nvhost-gpu").exists()
+    return True

@@ -12,16 +12,19 @@ import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from ..errors import ModelFormatError, RequestError, UnsupportedModelError
-from .chat_template import ChatTemplate, Message, check_messages, find_template, load_json, plain
+from .chat_messages import Message, check_messages, plain
+from .tokenizer_files import find_template, special_tokens
+
+if TYPE_CHECKING:
+    from .chat_template import ChatTemplate
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 MAX_FILE_BYTES = 512 * 2**20
-_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 # Private-use characters: around a control token that a user wrote, and between a user's text and what it
 # could join to become one. Those already in a text are removed.
 _OPEN, _CLOSE, _BREAK = "\U0010fffb", "\U0010fffc", "\U0010fffd"
@@ -32,7 +35,8 @@ class Tokenizer:
     """The tokenizer of one model. Safe to use from several threads.
 
     `files` maps file names to contents: `tokenizer.json`, and where there are any `tokenizer_config.json`,
-    `chat_template.jinja` and `special_tokens_map.json`. Raises `ModelFormatError` for damaged ones.
+    `chat_template.jinja` and `special_tokens_map.json`. Raises `ModelFormatError` for damaged ones; the chat
+    template is compiled when it is first used, which raises it then.
     """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
@@ -46,9 +50,9 @@ class Tokenizer:
         self._later: tokenizers.Tokenizer | None = None
         # `encode_special_tokens` is a switch on the shared object.
         self._lock = threading.Lock()
-        self._special_tokens = _special_tokens(files)
-        source = find_template(files)
-        self._template = None if source is None else ChatTemplate(source, self._special_tokens)
+        self._special_tokens = special_tokens(files)
+        self._template_source = source = find_template(files)
+        self._template: ChatTemplate | None = None
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._control = {
@@ -57,6 +61,8 @@ class Tokenizer:
             if token.content and (token.special or (source is not None and token.content in source))
         }
         self._control_ids = {token.content: i for i, token in added.items() if token.content in self._control}
+        byte_ids = (self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        self._byte_ids = frozenset(i for i in byte_ids if i is not None)
         self._control_pattern = _any_of(self._control)
         self._special_pattern = _any_of([text for text, token in self._control.items() if token.special])
         self._around = self._encode(self._tokenizer, "", True, recognise=False)
@@ -91,7 +97,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return self._template_source is not None
 
     def token_id(self, text: str) -> int | None:
         """The id of one token by its text in the vocabulary; None when there is none."""
@@ -123,7 +129,7 @@ class Tokenizer:
 
     def is_byte_token(self, token: int) -> bool:
         """Whether the token is one byte of a byte-fallback vocabulary, `<0x0A>`."""
-        return re.fullmatch(r"<0x[0-9A-F]{2}>", self._tokenizer.id_to_token(token) or "") is not None
+        return token in self._byte_ids
 
     @staticmethod
     def check_ids(ids: Sequence[int]) -> list[int]:
@@ -240,11 +246,15 @@ class Tokenizer:
     def _count_special(self, ids: Sequence[int]) -> int:
         return sum(i in self._special_ids for i in ids)
 
-    def _require_template(self) -> ChatTemplate:
-        if self._template is None:
+    def _require_template(self) -> "ChatTemplate":
+        if self._template_source is None:
             raise UnsupportedModelError(
                 "the model has no chat template; give a plain prompt, or add a chat_template.jinja"
             )
+        if self._template is None:  # importing jinja2 and compiling take a sixth of a start
+            from .chat_template import ChatTemplate
+
+            self._template = ChatTemplate(self._template_source, self._special_tokens)
         return self._template
 
 
@@ -256,18 +266,6 @@ def _parse(raw: bytes) -> tokenizers.Tokenizer:
     except BaseException as error:  # the library raises Exception, and panics are not even that
         reason = " ".join(str(error).split())[:200]
         raise ModelFormatError(f"tokenizer.json cannot be read: {reason}") from error
-
-
-def _special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
-    """`bos_token` and the like, by name: what a chat template may mention."""
-    settings = load_json(files, "special_tokens_map.json") | load_json(files, "tokenizer_config.json")
-    tokens = {}
-    for name in _TOKEN_NAMES:
-        value = settings.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            tokens[name] = text
-    return tokens
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

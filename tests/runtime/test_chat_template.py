@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from nybble.errors import ModelFormatError, NybbleError, RequestError, UnsupportedModelError
-from nybble.runtime.chat_template import ChatTemplate, find_template
+from nybble.runtime.chat_template import ChatTemplate
+from nybble.runtime.tokenizer_files import find_template
 
 DATA = Path(__file__).parent / "data"
 NAMES = sorted(path.stem for path in DATA.glob("*.jinja"))
