@@ -1,5 +1,6 @@
 """`SequenceBlocks`: the pages of one sequence."""
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,13 +29,19 @@ class SequenceBlocks:
             raise ValueError(f"page_size is {page_size}; expected at least 1 token")
         self._pools = tuple(pools)
         self._page_size = page_size
-        self._tables: tuple[list[int], ...] = tuple([] for _ in pools)
+        # Arrays of int32, which numpy copies whole.
+        self._tables = tuple(array("i") for _ in pools)
         self._num_tokens = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens there is room kept for: the sum of all appends."""
         return self._num_tokens
+
+    @property
+    def num_groups(self) -> int:
+        """G: groups of layers that share a window."""
+        return len(self._tables)
 
     @property
     def num_pages(self) -> int:
@@ -55,7 +62,33 @@ class SequenceBlocks:
         changes nothing when a pool has too few free pages."""
         if count < 0:
             raise ValueError(f"cannot append {count} tokens")
-        pages = self.pages_needed(count)
+        if pages := self.pages_needed(count):
+            self._extend(pages)
+        self._num_tokens += count
+
+    def slots(self, start: int, count: int) -> list[list[int]]:
+        """Flat cache slots, `page * page_size + offset`, of `count` tokens from `start`: [G][count]."""
+        if start < 0 or count < 0 or start + count > self._num_tokens:
+            raise ValueError(
+                f"tokens {start} to {start + count} are outside the {self._num_tokens} that have pages"
+            )
+        size, positions = self._page_size, range(start, start + count)
+        return [[table[t // size] * size + t % size for t in positions] for table in self._tables]
+
+    def write_tables(self, block_table: NDArray[np.int32], row: int) -> None:
+        """Writes the tables into `block_table[:, row]`, [G, num_pages or more] int32, and leaves what is
+        beyond them."""
+        for group, table in enumerate(self._tables):
+            block_table[group, row, : len(table)] = table
+
+    def release(self) -> None:
+        """Gives every page back. The sequence is empty afterwards and may grow again."""
+        for pool, table in zip(self._pools, self._tables, strict=True):
+            pool.free(table)
+            del table[:]
+        self._num_tokens = 0
+
+    def _extend(self, pages: int) -> None:
         for pool in self._pools:
             if pool.num_free < pages:
                 raise OutOfPagesError(
@@ -63,22 +96,3 @@ class SequenceBlocks:
                 )
         for pool, table in zip(self._pools, self._tables, strict=True):
             table.extend(pool.allocate(pages))
-        self._num_tokens += count
-
-    def slots(self, start: int, count: int) -> NDArray[np.int32]:
-        """Flat cache slots, `page * page_size + offset`, of `count` tokens from `start`: [G, count] int32."""
-        if start < 0 or count < 0 or start + count > self._num_tokens:
-            raise ValueError(
-                f"tokens {start} to {start + count} are outside the {self._num_tokens} that have pages"
-            )
-        positions = np.arange(start, start + count)
-        pages = np.array(self._tables, np.int32).reshape(len(self._tables), -1)
-        flat = pages[:, positions // self._page_size] * self._page_size + positions % self._page_size
-        return flat.astype(np.int32, order="C")  # indexing columns leaves another order
-
-    def release(self) -> None:
-        """Gives every page back. The sequence is empty afterwards and may grow again."""
-        for pool, table in zip(self._pools, self._tables, strict=True):
-            pool.free(table)
-            table.clear()
-        self._num_tokens = 0

@@ -52,6 +52,8 @@ class StopStrings:
     def push(self, text: str, *, look: bool = True) -> str:
         """The text that is safe to show. After `found` is set there is none. Without `look` everything is
         shown, and no later match begins inside it."""
+        if not self._strings:
+            return text
         if not look:
             self._held, text = "", self._held + text
             return text

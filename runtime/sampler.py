@@ -1,16 +1,22 @@
 """From a row of logits to a token. The vocabulary is never sorted, and the random numbers depend on the
 request alone."""
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..devices.kernels import choose_isa
 from ..errors import ExecutorError
 from .sampling_params import ResolvedSampling
 
 Logits = NDArray[np.float32]
 _MASK64 = (1 << 64) - 1
+
+# (logits, top, sampling, number) to a token; `drawer` says which.
+Draw = Callable[[Logits, float, ResolvedSampling, float], int]
 
 
 def sample(
@@ -30,7 +36,7 @@ def sample(
     `ExecutorError` when a logit is NaN or the highest is infinite.
     """
     best = int(np.argmax(logits))  # NaN counts as the highest
-    if not np.isfinite(logits[best]):
+    if not math.isfinite(logits[best]):
         raise ExecutorError(
             f"the model's logits at position {position} hold {logits[best]}; expected numbers"
         )
@@ -44,35 +50,59 @@ def sample(
         best = int(np.argmax(logits))
     if sampling.temperature == 0.0:
         return best
+    return drawer()(logits, float(logits[best]), sampling, uniform(seed, index, position))
+
+
+@cache
+def drawer() -> Draw:
+    """The token at `number`, in [0, 1), of those that `candidates` gives; `top` is the largest logit. Our
+    kernels' where they are installed: numpy takes ten times as long."""
+    try:
+        from .. import _kernels
+    except ImportError:
+        return draw_in_numpy
+    kernel = _kernels.TokenSampler(choose_isa())
+
+    def draw(logits: Logits, top: float, sampling: ResolvedSampling, number: float) -> int:
+        return kernel.draw(
+            logits, top, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, number
+        )
+
+    return draw
+
+
+def draw_in_numpy(logits: Logits, top: float, sampling: ResolvedSampling, number: float) -> int:
+    """`drawer`'s without the kernels."""
     ids, weights = candidates(logits, sampling)
-    return int(ids[_draw(weights, uniform(seed, index, position))])
+    sums = np.cumsum(weights)
+    # Rounded up, the target may be the sum of all: then it is the last that adds to it.
+    last = np.searchsorted(sums, sums[-1])
+    return int(ids[min(np.searchsorted(sums, number * sums[-1], side="right"), last)])
 
 
 def candidates(logits: Logits, sampling: ResolvedSampling) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The tokens that temperature, top_k, top_p and min_p leave, in that order as transformers and vLLM
     apply them: ids ascending [n], and their probabilities [n] float64, which sum to 1. At least one is
     left."""
-    scaled = logits.astype(np.float64) / sampling.temperature
-    ids = np.arange(scaled.size)
-    if 0 < sampling.top_k < scaled.size:
+    ids = np.arange(logits.size)
+    if 0 < sampling.top_k < logits.size:
         # Tokens tied with the k-th stay, so that the set does not depend on how ties are ordered.
-        kth = np.partition(scaled, -sampling.top_k)[-sampling.top_k]
-        ids = np.flatnonzero(scaled >= kth)
-    weights = np.exp(scaled[ids] - scaled.max())
-    weights /= weights.sum()
+        kth = np.partition(logits, -sampling.top_k)[-sampling.top_k]
+        ids = np.flatnonzero(logits >= kth)
+    weights = np.exp((logits[ids].astype(np.float64) - float(logits.max())) / sampling.temperature)
     if sampling.top_p < 1.0:
         keep = _nucleus(weights, sampling.top_p)
         ids, weights = ids[keep], weights[keep]
     if sampling.min_p > 0.0:
-        keep = np.flatnonzero(weights >= sampling.min_p * weights.max())
+        keep = np.flatnonzero(weights >= sampling.min_p)  # the largest is 1
         ids, weights = ids[keep], weights[keep]
     return ids, weights / weights.sum()
 
 
 def _nucleus(weights: NDArray[np.float64], share: float) -> NDArray[np.int64]:
-    """Indices, ascending, of the fewest largest weights that sum to at least `share`; ties go to the
+    """Indices, ascending, of the fewest largest weights that sum to at least `share` of all; ties go to the
     lowest."""
-    size = weights.size
+    size, enough = weights.size, share * weights.sum()
     count = min(64, size)
     while True:
         if count < size:
@@ -82,26 +112,23 @@ def _nucleus(weights: NDArray[np.float64], share: float) -> NDArray[np.int64]:
             top = np.arange(size)
         order = top[np.argsort(-weights[top], kind="stable")]
         total = np.cumsum(weights[order])
-        if total[-1] >= share or count == size:
-            return np.sort(order[: int(np.searchsorted(total, share)) + 1])
+        if total[-1] >= enough or count == size:
+            return np.sort(order[: int(np.searchsorted(total, enough)) + 1])
         count = min(count * 8, size)
 
 
-def _draw(weights: NDArray[np.float64], number: float) -> int:
-    total = np.cumsum(weights)
-    # Never a token of weight 0: the first whose running total passes the number.
-    return min(
-        int(np.searchsorted(total, number * total[-1], side="right")), int(np.flatnonzero(weights)[-1])
-    )
-
-
 def uniform(seed: int, index: int, position: int) -> float:
-    """The random number of one sampled token, in [0, 1): 53 bits of Philox-4x64
+    """The random number of one sampled token, in [0, 1): 53 bits of Philox-4x64-10
     (https://doi.org/10.1145/2063384.2063405) with the seed as key and (sample index, position) in the
-    counter. Nothing is carried from draw to draw."""
-    counter = np.array([0, 0, index, position], np.uint64)
-    bits = int(np.random.Philox(key=seed & _MASK64, counter=counter).random_raw())
-    return (bits >> 11) * 2.0**-53
+    counter, as `numpy.random.Philox` has it, which takes longer to make than to use. Nothing is carried from
+    draw to draw."""
+    a, b, c, d = 1, 0, index & _MASK64, position & _MASK64
+    key, other = seed & _MASK64, 0
+    for _ in range(10):
+        left, right = 0xD2E7470EE14C6C93 * a, 0xCA5A826395121157 * c
+        a, b, c, d = (right >> 64) ^ b ^ key, right & _MASK64, (left >> 64) ^ d ^ other, left & _MASK64
+        key, other = (key + 0x9E3779B97F4A7C15) & _MASK64, (other + 0xBB67AE8584CAA73B) & _MASK64
+    return (a >> 11) * 2.0**-53
 
 
 def log_softmax(logits: Logits) -> NDArray[np.float64]:

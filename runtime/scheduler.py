@@ -114,7 +114,7 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Frees pages for one more token by preempting the youngest; False when that was this sequence."""
-        while self._pages_missing(sequence) > self._free_pages():
+        while (missing := self._pages_missing(sequence)) and missing > self._free_pages():
             if self._preempt() is sequence:
                 return False
         return True

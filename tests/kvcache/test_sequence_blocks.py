@@ -38,7 +38,7 @@ def test_no_slot_ever_belongs_to_two_tokens(
         assert all(new[: len(old)] == old for new, old in zip(sequence.tables, before[1], strict=True))
 
         for group in range(groups):
-            slots = [int(s) for q in sequences for s in q.slots(0, q.num_tokens)[group]]
+            slots = [s for q in sequences for s in q.slots(0, q.num_tokens)[group]]
             assert len(slots) == len(set(slots))
             assert all(0 <= s < 12 * page_size for s in slots)
             held = [page for q in sequences for page in q.tables[group]]
@@ -67,13 +67,23 @@ def test_slots_follow_the_table() -> None:
     table = sequence.tables[0]
     assert len(table) == 2
     expected = [table[t // 4] * 4 + t % 4 for t in range(6)]
-    slots = sequence.slots(0, 6)
-    assert slots.dtype == np.int32
-    assert slots.tolist() == [expected]
-    assert sequence.slots(2, 3).tolist() == [expected[2:5]]
-    assert sequence.slots(6, 0).shape == (1, 0)
+    assert sequence.slots(0, 6) == [expected]
+    assert sequence.slots(2, 3) == [expected[2:5]]
+    assert sequence.slots(6, 0) == [[]]
     with pytest.raises(ValueError, match="outside the 6"):
         sequence.slots(4, 3)
+
+
+def test_tables_are_written_into_a_row_of_a_block_table() -> None:
+    pools = [BlockPool(5), BlockPool(5)]
+    pools[1].allocate(2)
+    sequence = SequenceBlocks(pools, 4)
+    sequence.append(6)
+    block_table = np.full((2, 3, 4), -1, np.int32)
+    sequence.write_tables(block_table, 1)
+    assert block_table[0].tolist() == [[-1] * 4, [*sequence.tables[0], -1, -1], [-1] * 4]
+    assert block_table[1].tolist() == [[-1] * 4, [*sequence.tables[1], -1, -1], [-1] * 4]
+    assert sequence.tables[0] != sequence.tables[1]
 
 
 def test_append_over_groups_is_all_or_nothing() -> None:

@@ -1,5 +1,8 @@
 """The sampler's distributions are transformers'; its random numbers depend on the request alone."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nybble.errors import ExecutorError
-from nybble.runtime.sampler import candidates, log_softmax, sample, top_logprobs, uniform
+from nybble.runtime import sampler
+from nybble.runtime.sampler import candidates, draw_in_numpy, log_softmax, sample, top_logprobs, uniform
 from nybble.runtime.sampling_params import ResolvedSampling
 
 
@@ -55,7 +59,59 @@ def test_distribution_equals_transformers(
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-9)
 
 
-def test_samples_follow_the_distribution() -> None:
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    size=st.sampled_from([1, 15, 100, 513, 3000]),
+    spread=st.sampled_from([0.0, 0.1, 3.0, 20.0]),
+    ties=st.booleans(),
+    number=st.floats(0, 1, exclude_max=True),
+    temperature=st.sampled_from([0.01, 0.7, 1.9]),
+    top_k=st.sampled_from([0, 1, 40]),
+    top_p=st.sampled_from([0.05, 0.9, 0.99, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
+)
+def test_the_kernels_draw_the_tokens_that_numpy_draws(
+    seed: int, size: int, spread: float, ties: bool, number: float,
+    temperature: float, top_k: int, top_p: float, min_p: float,
+) -> None:  # fmt: skip
+    kernels = pytest.importorskip("nybble._kernels")
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal(size) * spread).astype(np.float32)
+    if ties:
+        logits = np.round(logits)
+    logits[rng.random(size) < 0.1] = -np.inf
+    logits[rng.integers(size)] = 3 * spread  # one at least has a weight
+    top = float(logits.max())
+    drawn = {
+        kernels.TokenSampler(isa).draw(logits, top, temperature, top_k, top_p, min_p, number)
+        for isa in kernels.supported_kernels()
+    }
+    assert len(drawn) == 1
+    sampling = ResolvedSampling(temperature, top_k, top_p, min_p)
+    if decided(logits, sampling, number):
+        assert drawn == {draw_in_numpy(logits, top, sampling, number)}
+    else:
+        assert logits[drawn.pop()] > -np.inf
+
+
+def decided(logits: NDArray[np.float32], sampling: ResolvedSampling, number: float) -> bool:
+    """Whether neither the filters nor the draw are so near an edge that rounding decides."""
+    _, before = candidates(logits, replace(sampling, top_p=1.0, min_p=0.0))
+    shares = np.cumsum(np.sort(before)[::-1])
+    distances = np.abs(before / before.max() - sampling.min_p)
+    _, weights = candidates(logits, sampling)
+    return bool(
+        (sampling.top_p == 1.0 or np.abs(shares - sampling.top_p).min() > 1e-5)
+        and not ((distances > 0) & (distances < 1e-5)).any()
+        and np.abs(np.cumsum(weights) - number).min() > 1e-4
+    )
+
+
+@pytest.mark.parametrize("draw", [None, draw_in_numpy])
+def test_samples_follow_the_distribution(draw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if draw is not None:  # as where the kernels are not installed
+        monkeypatch.setattr(sampler, "drawer", lambda: draw)
     logits = random_logits(3, 12)
     sampling = ResolvedSampling(temperature=0.9, top_k=6)
     kept, weights = candidates(logits, sampling)
@@ -117,6 +173,13 @@ def test_the_random_number_is_philox_4x64() -> None:
     assert raw == 0x16554D9ECA36314C
     bits = int(np.random.Philox(key=5, counter=(7 << 192) | (3 << 128)).random_raw())
     assert uniform(5, 3, 7) == (bits >> 11) / 2**53
+
+
+@given(seed=st.integers(0, 2**64 - 1), index=st.integers(0, 99), position=st.integers(0, 2**31))
+def test_the_random_number_is_numpys(seed: int, index: int, position: int) -> None:
+    counter = np.array([0, 0, index, position], np.uint64)
+    bits = int(np.random.Philox(key=seed, counter=counter).random_raw())
+    assert uniform(seed, index, position) == (bits >> 11) / 2**53
 
 
 def test_logprobs_are_the_models_own() -> None:
