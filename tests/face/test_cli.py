@@ -17,7 +17,7 @@ import nybble as package
 Nybble = Callable[..., Any]
 
 
-@pytest.mark.parametrize("command", ["quantize", "run", "chat", "info", "verify", "devices"])
+@pytest.mark.parametrize("command", ["quantize", "run", "chat", "bench", "info", "verify", "devices"])
 def test_help_shows_an_example(nybble: Nybble, command: str) -> None:
     result = nybble(command, "--help")
     assert result.code == 0

@@ -1,4 +1,4 @@
-"""The command line: `nybble quantize | run | chat | info | verify | devices`."""
+"""The command line: `nybble quantize | run | chat | bench | info | verify | devices`."""
 
 from .main import main
 

@@ -39,19 +39,23 @@ SAMPLING_NAMES = (
     "ignore_eos",
 )
 
-LOADING = (
+OPENING = (
     click.option("--device", default="auto", show_default=True, help="A device profile's name or file."),
     click.option("--format", "format_", type=click.Choice(["auto", "gptq", "onnx"]), default="auto"),
     click.option("--executor", type=click.Choice(["auto", "cpu", "ort"]), default="auto"),
     click.option(
         "--provider", "providers", multiple=True, help="ONNX Runtime execution provider; repeatable."
     ),
-    click.option("--threads", type=int, help="[default: from the device]"),
     click.option(
         "--memory-budget", help='Such as "600MB", or a share such as 0.5 [default: from the device].'
     ),
-    click.option("--max-model-len", type=int, help="Context in tokens [default: from the device]."),
     click.option("--no-cache", is_flag=True, help="Neither read nor keep a file of packed weights."),
+)
+
+LOADING = (
+    *OPENING,
+    click.option("--threads", type=int, help="[default: from the device]"),
+    click.option("--max-model-len", type=int, help="Context in tokens [default: from the device]."),
 )
 
 
@@ -78,18 +82,25 @@ def sampling_params(settings: dict[str, Any]) -> "SamplingParams":
     return SamplingParams(**chosen)
 
 
+def opening(settings: dict[str, Any]) -> dict[str, Any]:
+    """Takes `OPENING`'s options out of a command's parameters, under `LLM`'s names."""
+    return {
+        "device": settings.pop("device"),
+        "format": settings.pop("format_"),
+        "executor": settings.pop("executor"),
+        "providers": list(settings.pop("providers")) or None,
+        "memory_budget": settings.pop("memory_budget"),
+        "cache": not settings.pop("no_cache"),
+    }
+
+
 def load(artifact: Path, settings: dict[str, Any]) -> "LLM":
     """Opens the model with the loading options of a command."""
     from ..llm import LLM
 
     return LLM(
         artifact,
-        device=settings.pop("device"),
-        format=settings.pop("format_"),
-        executor=settings.pop("executor"),
-        providers=list(settings.pop("providers")) or None,
         threads=settings.pop("threads"),
-        memory_budget=settings.pop("memory_budget"),
         max_model_len=settings.pop("max_model_len"),
-        cache=not settings.pop("no_cache"),
+        **opening(settings),
     )

@@ -1,6 +1,7 @@
 """Tables and JSON on standard output."""
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,5 +26,22 @@ def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
     for label, value in rows:
         table.add_row(Text(label), Text(value))
     console = Console()
+    console.print(table)
+    console.print()
+
+
+def print_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns under a header, the first to the left and the others to the right."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, name in enumerate(header):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    # Without a terminal there is no width to keep to.
+    console = Console(width=None if sys.stdout.isatty() else 1000)
     console.print(table)
     console.print()
