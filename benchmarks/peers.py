@@ -22,7 +22,6 @@ meanwhile, and how busy the machine was between runs: where that is more than a 
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -32,6 +31,8 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from machine import busy_between, compiled, machine
 
 HERE = Path(__file__).parent
 # By the option that names their Python: the name and the worker.
@@ -84,6 +85,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                env=compiled(),
             )
         self._name, self._log = script, log
 
@@ -210,17 +212,6 @@ def measure_fresh(contender: Contender, threads: int, seed: str, log: Path) -> N
         worker.close()
 
 
-def busy_between() -> float:
-    """Waits until pools of threads that spin for a while sleep, then returns the share of the processors'
-    time that anything takes: another process, or a runtime that spins while idle."""
-    time.sleep(0.2)
-    before = [int(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    time.sleep(0.3)
-    after = [int(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    spent = [y - x for x, y in zip(before, after, strict=True)]
-    return 1 - (spent[3] + spent[4]) / max(1, sum(spent))
-
-
 def start(found: list[Contender], threads: int, log: Path) -> None:
     for contender in found:
         contender.worker = Worker(contender.python, contender.script, log)
@@ -285,17 +276,12 @@ def show(found: list[Contender]) -> None:
 def report(
     found: list[Contender], arguments: argparse.Namespace, rounds: int, idle_share: float, busy: list[float]
 ) -> dict[str, Any]:
-    cpu = next((x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), ":")
     peers = [name for name in PEERS if getattr(arguments, f"{name}_python")]
     options = " ".join(f"--{name}-python PYTHON" for name in peers)
     return {
         "command": f"python benchmarks/peers.py {arguments.artifact.name} {options}".rstrip(),
         "model": arguments.gguf.name,
-        "machine": {
-            "cpu": cpu.split(":", 1)[1].strip(),
-            "architecture": platform.machine(),
-            "cores": len(os.sched_getaffinity(0)),
-        },
+        "machine": machine(),
         "threads": arguments.threads,
         "rounds": rounds,
         "largest_idle_share": idle_share,
