@@ -55,7 +55,7 @@ def choose_isa(asked: str = "") -> str:
 
 
 def measure_limits(threads: int, isa: str = "") -> MachineLimits:
-    """Measures for about a third of a second, with nothing else running: bandwidth of reading a buffer that
+    """Measures for about half a second, with nothing else running: bandwidth of reading a buffer that
     no cache holds, and the rate of `isa`'s dot product on registers, the best of several passes each.
 
     Raises `SettingError` for threads or an instruction set that are not there, `DoesNotFitError` where the

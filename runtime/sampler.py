@@ -33,7 +33,7 @@ def sample(
 
     `seen` are the tokens the repetition penalty applies to, each once; `banned` ones cannot be chosen. Ties
     go to the lowest token id. The random number is the one of (seed, sample index, position). Raises
-    `ExecutorError` when a logit is NaN or the highest is infinite.
+    `ExecutorError` when a logit is NaN, the highest is infinite, or every token is banned.
     """
     best = int(np.argmax(logits))  # NaN counts as the highest
     if not math.isfinite(logits[best]):
@@ -48,6 +48,8 @@ def sample(
             logits[seen] = np.where(chosen < 0, chosen * np.float32(penalty), chosen / np.float32(penalty))
         logits[list(banned)] = -np.inf
         best = int(np.argmax(logits))
+        if not math.isfinite(logits[best]):
+            raise ExecutorError(f"no token can be chosen at position {position}: all are banned")
     if sampling.temperature == 0.0:
         return best
     return drawer()(logits, float(logits[best]), sampling, uniform(seed, index, position))

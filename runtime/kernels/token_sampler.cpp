@@ -76,11 +76,12 @@ int TokenSampler::draw(const float* logits, int n, float top, double temperature
     return draw_from_left(number);
 }
 
-template <typename Keep>
-void TokenSampler::keep(const Keep& keep) {
+// Keeps the i-th of those that are left where holds(i).
+template <typename Holds>
+void TokenSampler::keep(const Holds& holds) {
     int kept = 0;
     for (int i = 0; i < count_; ++i) {
-        if (!keep(i)) continue;
+        if (!holds(i)) continue;
         left_[kept] = left_[i];
         left_weights_[kept++] = left_weights_[i];
     }

@@ -27,8 +27,8 @@ class TokenSampler {
              double number);
 
   private:
-    template <typename Keep>
-    void keep(const Keep& keep);
+    template <typename Holds>
+    void keep(const Holds& holds);
     void keep_largest(const float* logits, int count);
     void keep_share(double enough);
     double left_total() const;

@@ -149,6 +149,9 @@ def test_banned_tokens_are_never_drawn() -> None:
         for s in range(200)
     }
     assert draws == {1, 2}
+    for temperature in (0.0, 1.0):
+        with pytest.raises(ExecutorError, match="position 7: all are banned"):
+            sample(logits, ResolvedSampling(temperature), seed=1, index=0, position=7, banned=list(range(5)))
 
 
 def test_a_row_that_is_not_numbers_is_an_error_not_a_token() -> None:
