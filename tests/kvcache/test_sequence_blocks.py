@@ -48,14 +48,6 @@ def test_no_slot_ever_belongs_to_two_tokens(
     assert all(pool.num_free == 12 for pool in pools)
 
 
-def test_slots_of_several_groups_are_an_array_that_kernels_read() -> None:
-    sequence = SequenceBlocks([BlockPool(4), BlockPool(4)], 4)
-    sequence.append(9)
-    slots = sequence.slots(2, 7)
-    assert (slots.shape, slots.dtype) == ((2, 7), np.int32)
-    assert slots.flags.c_contiguous
-
-
 def test_slots_follow_the_table() -> None:
     pool = BlockPool(5)
     other = SequenceBlocks([pool], 4)
