@@ -10,7 +10,7 @@ transformers; openvino-genai and numpy. Its own 4-bit form of the GGUF file is m
 
 Every runtime is a process that stays loaded. A round does each case on each of them in turn, another one
 first in each round, on the same random token ids, new in each round. The table has medians over the rounds,
-and Nybble's ratio to the best peer. Decoding is greedy, and its rate counts the tokens after the first one;
+and Nybble's ratios to the best peer, with an f16 and with an int8 cache. Decoding is greedy, and its rate counts the tokens after the first one;
 prefill is the prompt's tokens over the time to the first token. Memory is the peak of a new process that
 loads and generates 256 tokens; the start is from its launch to the first token of a prompt of 16, with
 files in the system's cache.
@@ -41,6 +41,7 @@ PEERS = {
     "ortgenai": ("onnxruntime-genai", "onnxruntime_genai_worker.py"),
     "openvino": ("OpenVINO GenAI", "openvino_worker.py"),
 }
+OWN_KV_DTYPES = ("f16", "int8")
 CONTEXT, NEW_TOKENS, VOCAB_SIZE = 4224, 128, 49152
 
 
@@ -105,8 +106,9 @@ class Worker:
             raise RuntimeError(reply["error"])
         return reply
 
-    def load(self, model: str, threads: int, context: int, sequences: int) -> None:
-        self.ask("load", model=model, threads=threads, context=context, sequences=sequences)
+    def load(self, contender: "Contender", threads: int, context: int, sequences: int) -> None:
+        sizes = {"threads": threads, "context": context, "sequences": sequences}
+        self.ask("load", model=contender.model, **sizes, **contender.options)
 
     def processor_seconds(self) -> float:
         fields = Path(f"/proc/{self._child.pid}/stat").read_text().rsplit(")", 1)[1].split()
@@ -124,6 +126,7 @@ class Contender:
     python: str
     script: str
     model: str
+    options: dict[str, str] = field(default_factory=dict)  # what else its worker loads with
     worker: Worker | None = None
     about: dict[str, Any] = field(default_factory=dict)
     values: dict[str, list[float]] = field(default_factory=dict)
@@ -153,7 +156,11 @@ def hugging_face_folder(gguf: Path, folder: Path) -> None:
 
 def contenders(arguments: argparse.Namespace, log: Path) -> list[Contender]:
     work: Path = arguments.work
-    found = [Contender("Nybble INT4", sys.executable, "nybble_worker.py", str(arguments.artifact))]
+    artifact = str(arguments.artifact)
+    found = [
+        Contender(f"Nybble, {kind} KV", sys.executable, "nybble_worker.py", artifact, {"kv_dtype": kind})
+        for kind in OWN_KV_DTYPES
+    ]
     for option, (name, script) in PEERS.items():
         python = getattr(arguments, f"{option}_python")
         if python is None:
@@ -203,7 +210,7 @@ def measure_fresh(contender: Contender, threads: int, seed: str, log: Path) -> N
     start = time.perf_counter()
     worker = Worker(contender.python, contender.script, log)
     try:
-        worker.load(contender.model, threads, 512, 1)
+        worker.load(contender, threads, 512, 1)
         worker.ask("run", prompts=prompts, new_tokens=1)
         contender.record("launch to first token", time.perf_counter() - start)
         worker.ask("run", prompts=prompts, new_tokens=256)
@@ -215,7 +222,7 @@ def measure_fresh(contender: Contender, threads: int, seed: str, log: Path) -> N
 def start(found: list[Contender], threads: int, log: Path) -> None:
     for contender in found:
         contender.worker = Worker(contender.python, contender.script, log)
-        contender.worker.load(contender.model, threads, CONTEXT, 8)
+        contender.worker.load(contender, threads, CONTEXT, 8)
         contender.about = contender.worker.ask("about")
         for run in RUNS:  # warms up every shape
             ask_run(contender, run, "warm", 4)
@@ -242,20 +249,27 @@ def measure_round(found: list[Contender], number: int, threads: int, log: Path, 
     return idle_share
 
 
-def ratio(found: list[Contender], case: str) -> float | None:
-    """How many times better the first contender is than the best of the others."""
-    others = [statistics.median(other.values[case]) for other in found[1:] if case in other.values]
-    if not others or case not in found[0].values:
-        return None
-    own = statistics.median(found[0].values[case])
-    return own / max(others) if UNITS[CASES[case]][1] else min(others) / own
+def ratios(found: list[Contender], case: str) -> dict[str, float]:
+    """How many times better each of our own contenders is than the best of the others."""
+    own, peers = found[: len(OWN_KV_DTYPES)], found[len(OWN_KV_DTYPES) :]
+    others = [statistics.median(peer.values[case]) for peer in peers if case in peer.values]
+    if not others:
+        return {}
+    medians = {c.name: statistics.median(c.values[case]) for c in own if case in c.values}
+    more_is_better = UNITS[CASES[case]][1]
+    return {
+        name: median / max(others) if more_is_better else min(others) / median
+        for name, median in medians.items()
+    }
 
 
 def show(found: list[Contender]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("", "unit", *(contender.name for contender in found), "ratio to best peer")
+    own = [contender.name for contender in found[: len(OWN_KV_DTYPES)]]
+    columns = [contender.name for contender in found] + [f"{name} to best peer" for name in own]
+    table = Table("", "unit", *columns)
     for column in table.columns[2:]:
         column.justify = "right"
     for case, unit in CASES.items():
@@ -265,8 +279,10 @@ def show(found: list[Contender]) -> None:
             else "-"
             for contender in found
         ]
-        against = ratio(found, case)
-        table.add_row(case, unit, *cells, "" if against is None else f"{against:.2f}")
+        against = ratios(found, case)
+        table.add_row(
+            case, unit, *cells, *(f"{against[name]:.2f}" if name in against else "" for name in own)
+        )
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     for contender in found:
         for case, reason in contender.omitted.items():
@@ -290,7 +306,7 @@ def report(
         "cases": {
             case: {
                 "unit": unit,
-                "ratio_to_best_peer": ratio(found, case),
+                "ratios_to_best_peer": ratios(found, case),
                 "median": {c.name: statistics.median(c.values[case]) for c in found if case in c.values},
                 "values": {c.name: c.values[case] for c in found if case in c.values},
                 "omitted": {c.name: c.omitted[case] for c in found if case in c.omitted},

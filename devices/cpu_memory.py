@@ -66,7 +66,7 @@ def _scratch(spec: ModelSpec, widest: int) -> int:
     """Of one thread: the attention's arrays (`AttentionScratch`); or a panel; or a row of permuted inputs."""
     padded, group = _padded(spec.head_dim, 16), spec.num_heads // spec.num_kv_heads
     rows, stride = max(192, group), _padded(spec.head_dim, 4)
-    # Scores, values of a segment and merged; a chunk of keys and of values; figures of rows and their queries.
+    # Scores, values of a segment and merged; chunks of keys and values; figures of rows and their queries.
     arrays = [4 * rows * 256, 4 * rows * padded, 4 * rows * padded, 4 * 64 * padded, 4 * 64 * padded]
     arrays += [4 * rows] * 6 + [8 * rows]
     # For an int8 cache: queries, weights, their scales, sums, pairs of values.

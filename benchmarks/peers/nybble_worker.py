@@ -10,9 +10,14 @@ from nybble import LLM, SamplingParams
 
 
 class Nybble:
-    def __init__(self, model: str, threads: int, context: int, sequences: int) -> None:
+    def __init__(self, model: str, threads: int, context: int, sequences: int, kv_dtype: str) -> None:
         self._llm = LLM(
-            model, executor="cpu", threads=threads, max_model_len=context, max_sequences=sequences
+            model,
+            executor="cpu",
+            threads=threads,
+            max_model_len=context,
+            max_sequences=sequences,
+            kv_dtype=kv_dtype,
         )
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, float, list[list[int]]]:

@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include <chrono>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -9,8 +11,10 @@
 namespace nybble {
 namespace {
 
-// About 100 microseconds: longer than a phase of a step, and than the Python side between two steps.
-constexpr int kSpins = 2500;
+// Longer than a phase of a step, and than the Python side between two steps. Measured by the clock: a pause
+// takes 10 times longer on some CPUs than on others.
+constexpr auto kSpin = std::chrono::microseconds(200);
+constexpr int kPausesPerLook = 64;  // between two looks at the clock
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -21,10 +25,13 @@ inline void pause() {
 }
 
 void wait_while(const std::atomic<uint32_t>& value, uint32_t old) {
-    for (int i = 0; i < kSpins; ++i) {
-        if (value.load(std::memory_order_acquire) != old) return;
-        pause();
-    }
+    const auto end = std::chrono::steady_clock::now() + kSpin;
+    do {
+        for (int i = 0; i < kPausesPerLook; ++i) {
+            if (value.load(std::memory_order_acquire) != old) return;
+            pause();
+        }
+    } while (std::chrono::steady_clock::now() < end);
     while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
 }
 
