@@ -10,10 +10,10 @@ transformers; openvino-genai and numpy. Its own 4-bit form of the GGUF file is m
 
 Every runtime is a process that stays loaded. A round does each case on each of them in turn, another one
 first in each round, on the same random token ids, new in each round. The table has medians over the rounds,
-and Nybble's ratios to the best peer, with an f16 and with an int8 cache. Decoding is greedy, and its rate counts the tokens after the first one;
-prefill is the prompt's tokens over the time to the first token. Memory is the peak of a new process that
-loads and generates 256 tokens; the start is from its launch to the first token of a prompt of 16, with
-files in the system's cache.
+and Nybble's ratios to the best peer, with an f16 and with an int8 cache. Decoding is greedy, and its rate
+counts the tokens after the first one; prefill is the prompt's tokens over the time to the first token. Memory
+is the peak of a new process that loads and generates 256 tokens; the start is from its launch to the first
+token of a prompt of 16, with files in the system's cache.
 
 Only one runtime works at a time. The JSON has the largest share of a processor that an idle one took
 meanwhile, and how busy the machine was between runs: where that is more than a few hundredths, run it again.
