@@ -135,10 +135,26 @@ class AttentionRun {
         return std::min(first_query, task_.query_count) * task_.group;
     }
 
+    // A few rows wait for memory more than they compute. Asks for the keys of the next chunk, and for the
+    // values of this one, which come after the softmax.
+    void fetch_ahead(const SegmentView& view, int p, int pages) const {
+        for (int i = p; i < p + pages; ++i)
+            fetch(page(view, i).base + layout_.values, task_.shape.value_bytes());
+        for (int i = p + pages; i < std::min(p + pages + kChunkPages, view.page_end); ++i) {
+            fetch(page(view, i).base, task_.shape.key_bytes());
+        }
+    }
+
+    static void fetch(const uint8_t* from, int bytes) {
+        for (int line = 0; line < bytes; line += 64)
+            __builtin_prefetch(from + line, 0, 2);  // into the second cache: it is more than the first holds
+    }
+
     // Scores of a chunk of pages from p.
     void scores(const SegmentView& view, int p) {
         const int pages = std::min(kChunkPages, view.page_end - p);
         const int skipped = direct_ ? 0 : rows_before(view, p);
+        if (direct_) fetch_ahead(view, p, pages);
         if constexpr (kType != KvType::kInt8) {
             if (!direct_) {
                 for (int i = 0; i < pages; ++i) {
