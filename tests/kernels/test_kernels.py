@@ -166,7 +166,7 @@ def test_neon_gives_the_bits_of_scalar_on_x86(built: Build, scalar_digest: str) 
 @pytest.mark.skipif(not X86, reason="runs this machine's program on an older x86-64 CPU")
 def test_an_old_x86_cpu_runs_scalar(program: Path) -> None:
     assert run(found("qemu-x86_64"), "-cpu", "Nehalem", program, "--list").split() == ["scalar"]
-    digest = ("--digest", "scalar", "elementwise", "linear", "decoder")
+    digest = ("--digest", "scalar", "elementwise", "linear")  # the rest would take a minute
     assert run("qemu-x86_64", "-cpu", "Nehalem", program, *digest) == run(program, *digest)
 
 
