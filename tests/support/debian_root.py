@@ -64,6 +64,7 @@ def _private_state(state: Path, suite: str, architecture: str) -> list[str]:
         "APT::Architectures": architecture,
         "APT::Install-Recommends": "false",
         "APT::Get::AllowUnauthenticated": "false",
+        "APT::Update::Error-Mode": "any",  # a list that can't be had is an error
         "APT::Sandbox::User": "",  # apt's own user may not be let into this folder
         "Acquire::Languages": "none",
         "Acquire::Retries": "3",
@@ -83,4 +84,4 @@ def _run(*command: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         problems = [line for line in result.stderr.splitlines() if line.startswith("E:")] or [result.stderr]
-        raise DebianRootError(f"{command[0]} {command[-1]}: {problems[0].strip()}")
+        raise DebianRootError(f"{command[0]}: {problems[0].removeprefix('E:').strip()}")
