@@ -19,13 +19,17 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._before: list[int] = []  # the tokens of the last piece
         self._pending: list[int] = []
+        self._in_bytes = False  # the last token that has a text is a byte
 
     def push(self, token: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
         self._pending.append(token)
+        if self._tokenizer.has_text(token):
+            self._in_bytes = self._tokenizer.is_byte_token(token)
         text = self._text()
-        # A run of byte tokens is decoded as a whole: one bad byte would take back those before it.
-        if not text or text.endswith(_REPLACEMENT) or self._tokenizer.is_byte_token(token):
+        # A run of byte tokens is decoded as a whole, also across those without a text: one bad byte would
+        # take back those before it.
+        if not text or text.endswith(_REPLACEMENT) or self._in_bytes:
             return ""
         self._before, self._pending = self._pending, []
         return text

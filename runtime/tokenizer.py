@@ -127,6 +127,10 @@ class Tokenizer:
         """One token as text, special ones too; what is only part of a character shows as U+FFFD."""
         return self._tokenizer.decode([token], skip_special_tokens=False)
 
+    def has_text(self, token: int) -> bool:
+        """Whether the token shows in a decoded text: special ones do not, nor ids of no token."""
+        return token not in self._special_ids and self._tokenizer.id_to_token(token) is not None
+
     def is_byte_token(self, token: int) -> bool:
         """Whether the token is one byte of a byte-fallback vocabulary, `<0x0A>`."""
         return token in self._byte_ids

@@ -51,6 +51,17 @@ def test_no_piece_ends_inside_a_character(kind: str, tokenizers: dict[str, Token
         assert not any("\ufffd" in piece for piece in pieces)
 
 
+@pytest.mark.parametrize("between", ["<s>", None])
+def test_a_run_of_bytes_goes_on_across_tokens_without_a_text(
+    tokenizers: dict[str, Tokenizer], between: str | None
+) -> None:
+    tokenizer = tokenizers["metaspace"]
+    silent = tokenizer.vocab_size + 5 if between is None else tokenizer.token_id(between)
+    ids = [tokenizer.token_id("<0x28>"), silent, tokenizer.token_id("<0x9E>")]
+    assert None not in ids
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids) == "\ufffd\ufffd"
+
+
 def test_text_arrives_with_its_token(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     ids = tokenizer.encode("plain words arrive at once")
