@@ -34,7 +34,7 @@ def timed(owner: object, name: str, stage: str) -> None:
 
 
 timed(loading, "resolve_device", "look at the machine")
-timed(loading, "open_artifact", "open the artifact")
+timed(loading, "open_runnable", "open the artifact")
 timed(loading, "fit_sequences", "plan memory")
 timed(loading, "Tokenizer", "tokenizer")
 timed(packed_cache, "load_packed", "map and check packed weights")

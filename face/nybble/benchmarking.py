@@ -13,11 +13,11 @@ import numpy as np
 
 from .devices import MachineLimits, measure_limits, peak_resident_bytes, resolve_device
 from .errors import DoesNotFitError, SettingError
-from .export.artifact import open_artifact
 from .kvcache import BlockPool, SequenceBlocks
-from .loading import Loaded, load
+from .loading import Loaded, choose_executor, load
 from .models.spec import ModelSpec
 from .quant.recipe import Recipe
+from .runnable import open_runnable
 from .runtime.cpu_executor import CpuExecutor
 from .runtime.engine import build_batch
 from .runtime.executor import Executor, KvDtype
@@ -74,7 +74,8 @@ class Benchmark:
     none."""
 
     spec: ModelSpec
-    recipe: Recipe
+    recipe: Recipe | None  # None: layers differ, as a GGUF file's may
+    weight_bytes: int  # that every step reads
     rows: tuple[Row, ...]
     omitted: tuple[str, ...]  # cases that memory does not hold
     isa: str | None
@@ -120,7 +121,9 @@ def bench(
 
     Raises `SettingError` for a value out of range and what `LLM` raises, before anything is measured.
     """
-    artifact, profile = open_artifact(path, format), resolve_device(device)
+    profile = resolve_device(device)
+    with closing(open_runnable(path, format, choose_executor(executor, profile, providers))) as model:
+        spec, recipe = model.spec, model.recipe
     counts = threads or (profile.threads,)
     for name, values, least in (
         ("prefill", prefill or (), 1),
@@ -131,7 +134,7 @@ def bench(
     ):
         if any(value < least for value in values):
             raise SettingError(f"{name} is {min(values)}; expected at least {least}")
-    cases, asked = _cases(prefill, decode, sequences, min(artifact.spec.max_position, profile.context))
+    cases, asked = _cases(prefill, decode, sequences, min(spec.max_position, profile.context))
     open_with = partial(
         load,
         path,
@@ -155,11 +158,12 @@ def bench(
                 if progress is not None:
                     progress("bench", len(rows), len(runner.cases) * len(counts))
             isa = loaded.executor.isa if isinstance(loaded.executor, CpuExecutor) else None
-            kind = loaded.executor.kv_layout.kv_dtype
+            kind, weights = loaded.executor.kv_layout.kv_dtype, loaded.executor.weight_bytes
     peak = peak_resident_bytes()
     return Benchmark(
-        artifact.spec,
-        artifact.manifest.recipe,
+        spec,
+        recipe,
+        weights,
         tuple(rows),
         tuple(f"{case}: {why}" for case, why in omitted.items()),
         isa,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf_models import write_gguf
 
 from nybble.benchmarking import bench, linear_operations
 from nybble.export import open_artifact
@@ -97,6 +98,19 @@ def test_onnx_runtime_has_no_shares(nybble: Nybble, tiny_artifact: Path) -> None
     assert (data["executor"], data["isa"], data["limits"]) == ("ort", None, [])
     assert [row["bandwidth_share"] for row in data["rows"]] == [None, None]
     assert all(row["tokens_per_second"] > 0 for row in data["rows"])
+
+
+def test_a_gguf_file_is_measured_as_it_is(
+    nybble: Nybble, make_tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    file = write_gguf(make_tiny_model(tie_word_embeddings=True), tmp_path / "tiny.gguf", lambda _: "Q8_0")
+    options = ("--prefill", "16", "--decode", "none", *SHORT)
+    data = json.loads(nybble("bench", file, *options, "--json").out)
+    assert (data["recipe"], data["executor"]) == (None, "cpu")
+    # 8 bits and an f16 scale for 32 of them, the head as well.
+    weights = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96) + 512 * 64
+    assert data["weight_bytes"] == weights + 2 * weights // 32
+    assert "as in the file" in nybble("bench", file, *options).out
 
 
 def test_a_plot_is_a_png(nybble: Nybble, tiny_artifact: Path, tmp_path: Path) -> None:

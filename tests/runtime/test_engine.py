@@ -9,9 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nybble.errors import DoesNotFitError, ExecutorError, RequestError, SettingError
-from nybble.runtime.engine import Engine
+from nybble.kvcache import BlockPool, SequenceBlocks
+from nybble.runtime.engine import Engine, build_batch
 from nybble.runtime.sampler import sample
 from nybble.runtime.sampling_params import ResolvedSampling, SamplingParams
+from nybble.runtime.scheduler import Chunk
 from nybble.runtime.sequence import Request, Sequence
 from nybble.runtime.tokenizer import Tokenizer
 
@@ -25,6 +27,33 @@ def make_engine(make_executor: Make, byte_tokenizer: Tokenizer) -> Make:
         return Engine(executor or make_executor(), byte_tokenizer, **settings)
 
     return make
+
+
+def test_a_batch_is_arrays_that_kernels_read(byte_tokenizer: Tokenizer) -> None:
+    pools = [BlockPool(9), BlockPool(9)]
+    pools[1].allocate(1)
+    chunks = []
+    for number, (computed, length) in enumerate(((0, 5), (9, 10), (2, 9))):
+        request = Request(str(number), tuple(range(length)))
+        sequence = Sequence(
+            request, byte_tokenizer, SequenceBlocks(pools, 4), max_tokens=1, stop_ids=frozenset()
+        )
+        sequence.blocks.append(length)
+        sequence.computed = computed
+        chunks.append(Chunk(sequence, 3 if computed == 2 else length - computed))
+    batch = build_batch(chunks)
+    for name, value in vars(batch).items():
+        assert value.dtype == np.int32, name
+        assert value.flags.c_contiguous, name
+    assert batch.token_ids.tolist() == [0, 1, 2, 3, 4, 9, 2, 3, 4]
+    assert batch.cu_seqlens.tolist() == [0, 5, 6, 9]
+    assert batch.past_lens.tolist() == [0, 9, 2]
+    assert batch.logit_rows.tolist() == [4, 5]  # the last chunk leaves tokens for later
+    assert batch.block_table.shape == (2, 3, 3)
+    assert batch.block_table[0].tolist() == [[0, 1, -1], [2, 3, 4], [5, 6, 7]]
+    assert batch.block_table[1].tolist() == [[1, 2, -1], [3, 4, 5], [6, 7, 8]]
+    slots = [0, 1, 2, 3, 4, 4 * 4 + 1, 5 * 4 + 2, 5 * 4 + 3, 6 * 4]
+    assert batch.slot_mapping.tolist() == [slots, [slot + 4 for slot in slots]]
 
 
 def run(engine: Engine) -> None:

@@ -100,11 +100,15 @@ def header(result: "Benchmark") -> list[tuple[str, str]]:
     from ..devices import format_bytes
 
     spec, recipe = result.spec, result.recipe
-    kind = "symmetric" if recipe.symmetric else "asymmetric"
+    bits = "as in the file"
+    if recipe is not None:
+        kind = "symmetric" if recipe.symmetric else "asymmetric"
+        bits = f"{recipe.bits}, group size {recipe.group_size}, {kind}"
     peak = "unknown" if result.peak_bytes is None else format_bytes(result.peak_bytes)
     rows = [
         ("Model", f"{spec.model_type}, {spec.num_layers} layers of {spec.hidden_size}"),
-        ("Bits", f"{recipe.bits}, group size {recipe.group_size}, {kind}"),
+        ("Bits", bits),
+        ("Weights", f"{format_bytes(result.weight_bytes)} that every step reads"),
         ("Executor", "ONNX Runtime" if result.isa is None else f"kernels for {result.isa}"),
         ("KV cache", result.kv_dtype),
         ("Peak memory", f"{peak} resident"),
@@ -144,7 +148,8 @@ def to_json(result: "Benchmark") -> dict[str, Any]:
     """The figures by name: seconds, bytes, operations, rates per second, shares from 0 to 1."""
     return {
         "model": result.spec.model_type,
-        "recipe": result.recipe.to_json(),
+        "recipe": None if result.recipe is None else result.recipe.to_json(),
+        "weight_bytes": result.weight_bytes,
         "executor": "ort" if result.isa is None else "cpu",
         "isa": result.isa,
         "kv_dtype": result.kv_dtype,
