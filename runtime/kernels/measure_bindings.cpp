@@ -86,8 +86,8 @@ void bind_measure(nb::module_& m) {
         .def("run", &MemoryRead::run, nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("bytes", &MemoryRead::bytes);
     nb::class_<PyLinearProduct>(m, "LinearProduct")
-        .def("__init__", &construct_product, "threads"_a, "isa"_a, "x"_a, "tiles"_a, "rows"_a, "bits"_a,
-             "kind"_a, "slices_per_group"_a, "y"_a.noconvert())
+        .def("__init__", &construct_product, "threads"_a, "isa"_a, "x"_a.noconvert(), "tiles"_a.noconvert(),
+             "rows"_a, "bits"_a, "kind"_a, "slices_per_group"_a, "y"_a.noconvert())
         .def("run", &PyLinearProduct::run, "repeats"_a);
     nb::class_<DotLoop>(m, "DotLoop")
         .def("__init__", &construct_loop, "threads"_a, "isa"_a)

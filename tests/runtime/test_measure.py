@@ -51,5 +51,8 @@ def test_arguments_are_checked() -> None:
         arguments = [*good[:place], bad, *good[place + 1 :]]
         with pytest.raises(ValueError, match=name):
             LinearProduct(*arguments)
+    for place, other in ((2, x.astype(np.float64)), (3, tiles.astype(np.int8)), (8, y.astype(np.float64))):
+        with pytest.raises(TypeError):  # nothing is converted
+            LinearProduct(*good[:place], other, *good[place + 1 :])
     with pytest.raises(ValueError, match="repeats"):
         LinearProduct(*good).run(0)
