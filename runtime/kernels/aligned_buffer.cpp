@@ -1,22 +1,22 @@
 #include "aligned_buffer.h"
 
-#include <cstdlib>
+#include <sys/mman.h>
+
 #include <new>
 
 namespace nybble {
 
-void AlignedBuffer::Free::operator()(uint8_t* p) const { std::free(p); }
+void AlignedBuffer::Unmap::operator()(uint8_t* p) const { munmap(p, mapped); }
 
-// calloc and not memset: of a large cache only the pages that are used become resident.
+// Mapped, and not from the heap: after a process has freed some megabytes, calloc clears memory that it had
+// before, and all of that is resident.
 void AlignedBuffer::allocate(size_t bytes) {
-    constexpr size_t kAlignment = 4096;
-    allocation_.reset();
-    data_ = nullptr;
+    constexpr size_t kSlack = 4096;  // whole lanes may be read at the end
+    mapping_.reset();
     bytes_ = 0;
-    allocation_.reset(static_cast<uint8_t*>(std::calloc(bytes + kAlignment, 1)));
-    if (allocation_ == nullptr) throw std::bad_alloc();
-    const uintptr_t address = reinterpret_cast<uintptr_t>(allocation_.get());
-    data_ = allocation_.get() + (kAlignment - address % kAlignment) % kAlignment;
+    void* mapped = mmap(nullptr, bytes + kSlack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    mapping_ = {static_cast<uint8_t*>(mapped), Unmap{bytes + kSlack}};
     bytes_ = bytes;
 }
 

@@ -11,16 +11,16 @@ namespace nybble {
 class AlignedBuffer {
   public:
     void allocate(size_t bytes);
-    uint8_t* data() const { return data_; }
+    uint8_t* data() const { return mapping_.get(); }
     size_t bytes() const { return bytes_; }
-    float* floats() const { return reinterpret_cast<float*>(data_); }
+    float* floats() const { return reinterpret_cast<float*>(data()); }
 
   private:
-    struct Free {
+    struct Unmap {
+        size_t mapped;
         void operator()(uint8_t* p) const;
     };
-    std::unique_ptr<uint8_t, Free> allocation_;
-    uint8_t* data_ = nullptr;
+    std::unique_ptr<uint8_t, Unmap> mapping_{nullptr, Unmap{0}};
     size_t bytes_ = 0;
 };
 

@@ -4,6 +4,8 @@
 // --list: their names, best first.
 // --digest NAME [PART...]: a digest of one set's results, to compare between machines. Parts are
 // elementwise, linear, attention, decoder and sampler; where none is named, all.
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
 #include <new>
@@ -28,10 +30,15 @@ void* allocate(size_t bytes, size_t alignment) {
 
 }  // namespace
 
-// The linker is told to put these before malloc and calloc (--wrap).
+// The linker is told to put these before malloc, calloc and mmap (--wrap).
 extern "C" {
 void* __real_malloc(size_t bytes);
 void* __real_calloc(size_t count, size_t bytes);
+void* __real_mmap(void* at, size_t bytes, int protection, int flags, int file, off_t offset);
+void* __wrap_mmap(void* at, size_t bytes, int protection, int flags, int file, off_t offset) {
+    count_allocation();
+    return __real_mmap(at, bytes, protection, flags, file, offset);
+}
 void* __wrap_malloc(size_t bytes) {
     count_allocation();
     return __real_malloc(bytes);

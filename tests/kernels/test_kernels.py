@@ -20,7 +20,7 @@ KERNELS = ROOT / "runtime" / "kernels"
 X86 = platform.machine() in ("x86_64", "AMD64")
 NATIVE = "x86_64" if X86 else "aarch64"
 COMMON = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-fno-math-errno"]
-WRAPPED = "-Wl,--wrap=malloc,--wrap=calloc"  # so that allocations are counted
+WRAPPED = "-Wl,--wrap=malloc,--wrap=calloc,--wrap=mmap"  # so that allocations are counted
 JOBS = 2
 
 Build = Callable[..., Path]
