@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .errors import SettingError
+from .errors import ModelFormatError, SettingError
 from .export.artifact import Artifact, open_artifact
 from .models.open import ALIASES, open_source
 from .models.spec import ModelSpec
@@ -67,6 +67,8 @@ def open_runnable(path: str | Path, format: str, executor: "ExecutorKind") -> Ru
         name: str | Path = Path(path)
     elif str(path) in ALIASES and not os.path.exists(path):
         name = str(path)
+    elif Path(path).suffix == ".gguf" and not os.path.lexists(path):
+        raise ModelFormatError(f"{path}: no such file")
     else:
         artifact = open_artifact(path, format)
         return RunnableArtifact(artifact, artifact.chosen(format, "gptq" if executor == "cpu" else "onnx"))

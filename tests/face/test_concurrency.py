@@ -4,11 +4,11 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from forked import in_child
 
 from nybble import LLM, RequestOutput, SamplingParams
 from nybble.devices import probe
@@ -29,18 +29,6 @@ def bits(outputs: list[RequestOutput]) -> list[object]:
         )
         for output in outputs
     ]
-
-
-def in_child(check: Callable[[], bool]) -> int:
-    """What a forked child ends with: 0 where `check` holds."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            status = 0 if check() else 1
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_models_that_step_at_once_give_the_bits_of_each_alone(tiny_artifact: Path) -> None:

@@ -196,3 +196,8 @@ def test_smollm2_knows_the_capital_of_france(nybble: Nybble) -> None:
     result = nybble("run", "smollm2", "The capital of France is", "--raw", "--max-tokens", "8")
     assert result.code == 0, result.err
     assert "Paris" in result.out
+
+
+def test_a_file_that_is_not_there_is_called_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match=r"model\.gguf: no such file$"):
+        LLM(tmp_path / "model.gguf")

@@ -1,6 +1,5 @@
 """`CpuExecutor`: the same bits however a sequence is run, and near transformers on dequantized weights."""
 
-import os
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,6 +22,7 @@ from decoders import (
     some_ids,
     transformers_logits,
 )
+from forked import in_child
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -292,18 +292,6 @@ def test_a_forked_child_runs_too(weights: Weights, ids: list[int]) -> None:
     assert in_child(lambda: np.array_equal(paged_logits(executor, ids[:40]), expected)) == 0
     assert np.array_equal(paged_logits(executor, ids[:40]), expected)
     executor.close()
-
-
-def in_child(check: Callable[[], bool]) -> int:
-    """What a forked child ends with: 0 where `check` holds."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            status = 0 if check() else 1
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def limit_memory(more: int) -> None:
