@@ -1,8 +1,8 @@
 """The whole cache under random traffic, beside memory that remembers what was written where.
 
-Prefixes are of an alphabet of two tokens, so they collide; pools are tiny, so pages are evicted. What a page's
-slot holds is the whole prefix up to its token: if a sequence ever read another's keys, or some that are stale,
-the prefixes would differ.
+Prefixes are alike and of two tokens, so they collide; pools are tiny, so pages are evicted. What a slot
+holds is the whole prefix up to its token: if a sequence ever read another's keys, or some that are stale, the
+prefixes would differ.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nybble.kvcache import KvCache, OutOfPagesError, SequenceBlocks, pages_for
 
-TOKENS = st.lists(st.integers(0, 1), max_size=14)
+BASE = [0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1, 1]
+# Most begin as others do, and end in their own way.
+TOKENS = st.builds(
+    lambda count, tail: BASE[:count] + tail,
+    st.integers(0, len(BASE)),
+    st.lists(st.integers(0, 1), max_size=4),
+)
 GROUPS = [(None,), (None,), (None, 3), (4, None), (3,), (1,), (None, 5, 1), (2, 6)]
 
 
@@ -78,8 +84,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     # What the scheduler does.
 
-    @rule(tokens=TOKENS)
-    def start(self, tokens: list[int]) -> None:
+    @rule(tokens=TOKENS, run=st.booleans(), ends=st.booleans())
+    def start(self, tokens: list[int], run: bool, ends: bool) -> None:
+        """A sequence that others may share with; it may be computed at once, and it may end then."""
         expected = self.cache.match(tokens)
         each = Running(self.cache.sequence(), tokens)
         copies = any(self.cache.pools[g].num_free == 0 for g in range(self.cache.num_groups))
@@ -91,6 +98,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.running.append(each)
         self.make_copies()
         self.assert_readable(each)
+        missing = len(tokens) - each.computed
+        if run and each.blocks.pages_needed(missing) <= self.cache.pages_available:
+            each.blocks.append(missing)
+            self.write(each, missing)
+            self.cache.insert(each.blocks, tokens, each.computed)
+            self.assert_readable(each)
+            if ends:
+                self.running.remove(each)
+                each.blocks.release()
 
     @rule(tokens=TOKENS, more=st.integers(0, 9))
     def start_where_it_fits(self, tokens: list[int], more: int) -> None:
@@ -262,7 +278,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 TestCache = CacheMachine.TestCase
 TestCache.settings = settings(
-    max_examples=120,
+    max_examples=250,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
