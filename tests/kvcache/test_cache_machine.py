@@ -82,7 +82,56 @@ class CacheMachine(RuleBasedStateMachine):
                 assert slot >= 0
                 assert self.memory[group][slot] == tuple(each.tokens[: position + 1])
 
+    def matches(self, tokens: list[int]) -> tuple[int, int]:
+        """By trying every length: the longest match in full pages, and the longest of all. The tree is taken
+        as a dictionary from the tokens before a page's end to that page in each group."""
+        size, windows = self.cache.page_size, self.cache.windows
+        held: dict[tuple[int, ...], tuple[int, ...]] = {}
+        stack = [(self.cache._tree.root, ())]
+        while stack:
+            node, prefix = stack.pop()
+            for index, pages in enumerate(zip(*node.pages, strict=True)):
+                prefix = (*prefix, *node.tokens[index * size : (index + 1) * size])
+                held[prefix] = pages
+                for group, page in enumerate(pages):
+                    slots = range(page * size, (page + 1) * size)
+                    assert page < 0 or self.memory[group][slots[-1]] == prefix
+            stack += [(child, prefix) for child in node.children.values()]
+
+        def there(begin: tuple[int, ...], length: int) -> bool:
+            """Whether the pages of `begin` give its first tokens, as far as the next one sees them."""
+            return all(
+                held[begin[: end * size]][group] >= 0
+                for group, window in enumerate(windows)
+                for end in range(1, len(begin) // size + 1)
+                if window is None or end * size > max(0, length - window + 1)
+            )
+
+        full = most = 0
+        for length in range(1, len(tokens)):
+            want = tuple(tokens[:length])
+            for begin in held:
+                if (
+                    len(begin) == -(-length // size) * size
+                    and begin[:length] == want
+                    and there(begin, length)
+                ):
+                    most = length
+                    full = length if length % size == 0 else full
+        return full, most
+
     # What the scheduler does.
+
+    @rule(tokens=TOKENS)
+    def match(self, tokens: list[int]) -> None:
+        full, most = self.matches(tokens)
+        found = self.cache.match(tokens)
+        if most < self.cache._min_shared:
+            assert found == 0
+        elif self.cache.windows == (None,):
+            assert found == most
+        else:  # the page that is copied is the one that agrees longest, if it is there in all groups
+            assert (full if full >= self.cache._min_shared else 0) <= found <= most
 
     @rule(tokens=TOKENS, run=st.booleans(), ends=st.booleans())
     def start(self, tokens: list[int], run: bool, ends: bool) -> None:
