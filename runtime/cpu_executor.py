@@ -213,6 +213,10 @@ class CpuExecutor:
             raise ExecutorError(f"data is {type(data).__name__}; expected bytes")
         self._pages(lambda decoder: decoder.write_blocks(ids, data, group))
 
+    def swap_is_cheaper(self, tokens: int) -> bool:
+        """Never: the pages are in host memory already, and a copy of them there frees none of it."""
+        return False
+
     def _pages(self, call: Callable[[Any], Any]) -> Any:
         try:
             return call(self._open())

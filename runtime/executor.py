@@ -61,4 +61,9 @@ class Executor(Protocol):
         """Puts back what `read_blocks` gave, of this or another cache of the same layout."""
         ...
 
+    def swap_is_cheaper(self, tokens: int) -> bool:
+        """Whether a preempted sequence's pages of that many tokens are sooner read into host memory and
+        written back than computed again."""
+        ...
+
     def close(self) -> None: ...

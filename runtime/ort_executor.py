@@ -243,6 +243,11 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
             content = np.frombuffer(data, target.dtype).reshape(target.shape)
             self._run(f"write {group}", {"ids": ids, "data": content}, {})
 
+    def swap_is_cheaper(self, tokens: int) -> bool:
+        """Where the cache is in a device's memory: reading and writing a page moves its bytes, computing it
+        reads all weights. Never on a CPU, where a copy of the pages frees no memory."""
+        return tokens > 0 and device_of(self.providers) != "cpu"
+
     def _check_pages(self, name: str, ids: NDArray[np.int32]) -> None:
         count = self.kv_layout.num_blocks
         if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1:
