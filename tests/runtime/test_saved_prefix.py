@@ -25,8 +25,8 @@ from nybble.runtime.cpu_executor import CpuExecutor
 from nybble.runtime.prefix_file import PrefixFile, PrefixKey, places_of, write_prefix
 from nybble.runtime.saved_prefix import load_prefix, prefix_key, save_prefix
 
-SPEC = replace(UNUSUAL, num_layers=3, sliding_windows=(None, 20, None))
-DIGEST, WINDOWS, BLOCKS = "5a" * 32, (None, 20), 12
+SPEC = replace(UNUSUAL, num_layers=3, sliding_windows=(20, None, None))
+DIGEST, WINDOWS, BLOCKS = "5a" * 32, (20, None), 12
 IDS = [(7 * i * i + 3 * i) % SPEC.vocab_size for i in range(70)]
 PREFIX = IDS[:50]  # three pages, and two tokens
 
@@ -94,6 +94,7 @@ def test_a_loaded_prefix_gives_the_bits_of_computing_it(executor: CpuExecutor, s
     expected = run(executor, alone, alone.sequence(), IDS, 0)
     cache = fresh(executor)
     assert load_prefix(saved, DIGEST, executor, cache) == tuple(PREFIX[:48])
+    assert cache.match(PREFIX[:20]) == 0, "what token 16 sees of the window is not in the file"
     blocks = cache.sequence()
     computed = cache.adopt(blocks, IDS)
     assert computed == 48
@@ -111,11 +112,11 @@ def test_a_loaded_prefix_gives_the_bits_of_computing_it(executor: CpuExecutor, s
 def test_only_pages_in_the_window_are_kept(executor: CpuExecutor, saved: Path) -> None:
     key = prefix_key(executor, DIGEST)
     with PrefixFile(saved, key) as file:
-        assert file.first_pages == (0, 1), "token 48 sees 29 to 48"
+        assert file.first_pages == (1, 0), "token 48 sees 29 to 48"
         assert file.num_pages == 3
-        assert len(file.pages(0, 0, 3)) == 3 * key.group_bytes[0]
-        assert file.pages(1, 1, 3) == file.pages(1, 1, 2) + file.pages(1, 2, 3)
-        for group, begin, stop in ((1, 0, 2), (0, 2, 1), (0, 1, 4)):
+        assert len(file.pages(1, 0, 3)) == 3 * key.group_bytes[1]
+        assert file.pages(0, 1, 3) == file.pages(0, 1, 2) + file.pages(0, 2, 3)
+        for group, begin, stop in ((0, 0, 2), (1, 2, 1), (1, 1, 4)):
             with pytest.raises(ValueError, match="are not in the file"):
                 file.pages(group, begin, stop)
         file.close()
@@ -217,7 +218,7 @@ OTHERS: dict[str, Any] = {
     "page_format": "ort-1",
     "kv_dtype": "f16",
     "page_size": 8,
-    "windows": (None, 21),
+    "windows": (21, None),
     "group_bytes": (1, 2),
     "rope": "RopeSpec(theta=1.0)",
     "numerics": 2,
