@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "llm",
-    "TokenStream": "llm",
+    "TokenStream": "streams",
     "SamplingParams": "runtime.sampling_params",
     "RequestOutput": "runtime.outputs",
     "CompletionOutput": "runtime.outputs",
@@ -53,10 +53,11 @@ if TYPE_CHECKING:
         SettingError,
         UnsupportedModelError,
     )
-    from .llm import LLM, TokenStream
+    from .llm import LLM
     from .quantization import quantize
     from .runtime.outputs import CompletionOutput, Logprob, Piece, RequestOutput, TextScore, Timings
     from .runtime.sampling_params import SamplingParams
+    from .streams import TokenStream
 
 __all__ = [
     "LLM",
