@@ -15,7 +15,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
     "TokenStream": "streams",
+    "AsyncTokenStream": "async_streams",
     "SamplingParams": "runtime.sampling_params",
     "RequestOutput": "runtime.outputs",
     "CompletionOutput": "runtime.outputs",
@@ -39,6 +41,8 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
+    from .async_llm import AsyncLLM
+    from .async_streams import AsyncTokenStream
     from .errors import (
         CalibrationError,
         DoesNotFitError,
@@ -61,6 +65,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
+    "AsyncTokenStream",
     "CalibrationError",
     "CompletionOutput",
     "DoesNotFitError",
