@@ -107,19 +107,25 @@ class EngineLoop:
             return
         with self._starting:
             if self._thread is None and not self._closing:
-                self._thread = threading.Thread(target=self._run, name="nybble-engine", daemon=True)
+                thread = threading.Thread(target=self._run, name="nybble-engine", daemon=True)
                 try:
-                    self._thread.start()
+                    thread.start()
                 except RuntimeError as error:
-                    self._thread = None
                     raise ExecutorError(f"no thread for the engine: {error}") from error
+                self._thread = thread
+
+    @property
+    def _has_work(self) -> bool:
+        return self._engine.has_work and self._error is None
 
     def _run(self) -> None:
         thread = threading.current_thread()
+        with self._starting:
+            pass  # until `_thread` is set
         while self._thread is thread and not self._closing:
             try:
                 self._take_messages()
-                if self._engine.has_work and not self._closing:
+                if self._has_work and not self._closing:
                     self._step()
             except BaseException as error:
                 self._fail_all(error)
@@ -130,7 +136,7 @@ class EngineLoop:
     def _take_messages(self) -> None:
         """Does what was asked for; waits for it when there is no work."""
         messages = self._messages
-        if not self._engine.has_work:
+        if not self._has_work:
             messages.get()()
         while not messages.empty():
             messages.get()()
@@ -146,7 +152,7 @@ class EngineLoop:
                     self._deliver(sink, sequence.pieces.popleft())
             if sequence.finished:
                 self._end(sequence.request.id)
-        if not sequences and self._engine.has_work:
+        if not sequences and self._has_work:
             with suppress(Empty):
                 self._messages.get(timeout=STALLED)()
 
