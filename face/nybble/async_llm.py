@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +35,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: "str | Path | LLM", *args: Any, **settings: Any) -> None:
-        self._open = lambda: open_llm(model, *args, **settings)
+        self._open: Callable[[], LLM] = lambda: open_llm(model, *args, **settings)
         self._loading: Future[LLM] | None = None
         self._lock = threading.Lock()
         self._closed = False
