@@ -12,10 +12,10 @@ from ..kvcache import BlockPool, SequenceBlocks, pages_for
 from .batch import Batch
 from .executor import Executor
 from .outputs import Logprob
-from .sampler import log_softmax, sample, top_logprobs
-from .sampling_params import ResolvedSampling
+from .sampler import log_softmax, top_logprobs
 from .scheduler import Chunk, Scheduler
 from .sequence import Request, Sequence
+from .token_chooser import TokenChooser
 from .tokenizer import Tokenizer
 
 
@@ -63,7 +63,7 @@ class Engine:
             max_score_tokens=max(1, SCORE_LOGITS_BYTES // (4 * self._vocab_size)),
         )
         self._sequences: dict[str, Sequence] = {}
-        self._sampling: dict[str, ResolvedSampling] = {}
+        self._choosers: dict[str, TokenChooser] = {}
         self._stepping = False
         self._aborts: list[str] = []  # asked for inside a step
 
@@ -82,18 +82,28 @@ class Engine:
         cache could never hold, `SettingError` for settings that do not fit the model."""
         if request.id in self._sequences:
             raise RequestError(f"request {request.id} is running already")
-        sampling = request.params.resolve(self._generation_config)
+        params = request.params
         max_tokens = self._check(request)
-        eos = frozenset() if request.params.ignore_eos else self._eos
+        eos = frozenset() if params.ignore_eos else self._eos
+        stop_ids = eos | frozenset(params.stop_token_ids)
+        chooser = TokenChooser(
+            params.resolve(self._generation_config),
+            vocab_size=self._vocab_size,
+            seed=request.seed,
+            prompt_ids=request.prompt_ids,
+            stop_ids=stop_ids,
+            min_tokens=params.min_tokens,
+            logit_bias=params.logit_bias,
+        )
         sequence = Sequence(
             request,
             self._tokenizer,
             SequenceBlocks(self._pools, self._page_size),
             max_tokens=max_tokens,
-            stop_ids=eos | frozenset(request.params.stop_token_ids),
+            stop_ids=stop_ids,
         )
         self._sequences[request.id] = sequence
-        self._sampling[request.id] = sampling
+        self._choosers[request.id] = chooser
         self._scheduler.add(sequence)
         return sequence
 
@@ -159,16 +169,9 @@ class Engine:
                 self._forget(sequence)
 
     def _sample(self, sequence: Sequence, logits: NDArray[np.float32]) -> None:
-        sampling, wanted = self._sampling[sequence.request.id], sequence.request.params.logprobs
-        token = sample(
-            logits,
-            sampling,
-            seed=sequence.request.seed,
-            index=0,
-            position=len(sequence.tokens),
-            seen=sequence.seen_ids if sampling.repetition_penalty != 1.0 else None,
-            banned=[i for i in sequence.banned if i < self._vocab_size],
-        )
+        chooser, wanted = self._choosers[sequence.request.id], sequence.request.params.logprobs
+        token = chooser.choose(logits, len(sequence.tokens))
+        chooser.accept(token)
         logprobs = None
         if wanted is not None:
             logprobs = {
@@ -189,7 +192,7 @@ class Engine:
     def _forget(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
         self._sequences.pop(sequence.request.id, None)
-        self._sampling.pop(sequence.request.id, None)
+        self._choosers.pop(sequence.request.id, None)
 
     def _check(self, request: Request) -> int:
         """The most tokens of the answer."""
@@ -199,6 +202,8 @@ class Engine:
         top = max(request.prompt_ids)
         if top >= self._vocab_size:
             raise RequestError(f"the prompt holds token {top}; the model has {self._vocab_size} tokens")
+        if (params.best_of or params.n) > 1:
+            raise SettingError(f"n is {params.n}, best_of {params.best_of}; a request has one answer")
         if params.logprobs is not None and params.logprobs > self._vocab_size:
             raise SettingError(f"logprobs is {params.logprobs}; the model has {self._vocab_size} tokens")
         answer = 0 if request.score else 1

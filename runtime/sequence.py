@@ -5,9 +5,6 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..errors import NybbleError
 from ..kvcache import SequenceBlocks
 from .detokenizer import IncrementalDetokenizer, StopStrings
@@ -52,7 +49,6 @@ class Sequence:
         self.computed = 0  # how many of them are in the cache
         self.max_tokens = max_tokens  # of the answer, bounded by the context
         self.stop_ids = stop_ids
-        self.seen = set(request.prompt_ids)
         self.scores: list[float] = []
         self.pieces: deque[Piece] = deque()
         self.finish_reason: FinishReason | None = None
@@ -80,21 +76,11 @@ class Sequence:
     def finished(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
-    @property
-    def banned(self) -> frozenset[int]:
-        """Tokens that cannot be chosen next: the stop tokens until `min_tokens`."""
-        return self.stop_ids if self.num_output < self.request.params.min_tokens else frozenset()
-
-    @property
-    def seen_ids(self) -> NDArray[np.int64]:
-        return np.fromiter(self.seen, np.int64, len(self.seen))
-
     def append(self, token: int, logprobs: dict[int, Logprob] | None) -> None:
         """Takes the next token, and finishes when it is the last one."""
         now = time.perf_counter()
         self._first = now if self._first is None else self._first
         self.tokens.append(token)
-        self.seen.add(token)
         if logprobs is not None:
             self._logprobs.append(logprobs)
         if token in self.stop_ids:
