@@ -86,6 +86,10 @@ class KvCache:
         return self._windows
 
     @property
+    def shares_prefixes(self) -> bool:
+        return self._share
+
+    @property
     def pools(self) -> tuple[BlockPool, ...]:
         """The pool of each group."""
         return self._store.pools

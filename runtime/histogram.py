@@ -46,7 +46,8 @@ class LatencyHistogram:
         for place, count in enumerate(self._counts):
             seen += count
             if seen >= rank:
-                return min(SHORTEST * GROWTH ** (place + 0.5), self._longest)
+                middle: float = SHORTEST * GROWTH ** (place + 0.5)
+                return min(middle, self._longest)
         raise AssertionError("the counts do not add up to their total")
 
     def quantiles(self) -> Quantiles:

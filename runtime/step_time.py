@@ -17,16 +17,22 @@ _KEPT = 64
 class StepShape:
     """What a step computes. Token pairs are what attention costs: for each new token the tokens before it."""
 
-    decodes: int = 0  # sequences with one new token
+    decodes: int = 0  # sequences whose answer goes on
     decode_context: int = 0  # tokens in the cache of these, together
     prefill_tokens: int = 0
     prefill_pairs: int = 0
     prefills: int = 0  # chunks of prompts
+    draft_tokens: int = 0  # besides one token of each decode
 
     @property
     def sequences(self) -> int:
         """The effective batch."""
         return self.decodes + self.prefills
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of the step."""
+        return self.decodes + self.draft_tokens + self.prefill_tokens
 
 
 def token_pairs(count: int, past: int) -> int:
@@ -35,9 +41,9 @@ def token_pairs(count: int, past: int) -> int:
 
 
 class StepTimeModel:
-    """Steps that only decode take `fixed + a * sequences + b * context`; prompts' tokens add `c * tokens + d *
-    pairs` to that. Two small least-squares fits, each over the steps that show its part, so that a long time
-    without prompts forgets nothing of what they cost."""
+    """Steps that only decode take `fixed + a * sequences + b * context`; prompts' tokens, and drafts', add
+    `c * tokens + d * pairs` to that. Two small least-squares fits, each over the steps that show its part, so
+    that a long time without prompts forgets nothing of what they cost."""
 
     def __init__(self) -> None:
         self._decode = _NonNegativeFit(3, scale=(1.0, 1.0, 1e3))
@@ -66,12 +72,12 @@ class StepTimeModel:
     def _learn(self) -> None:
         while self._recent:
             shape, seconds = self._recent.popleft()
-            if shape.prefill_tokens:
+            if more := shape.prefill_tokens + shape.draft_tokens:
                 if shape.decodes:
                     if not self._decode.count:
                         continue  # whose time it was can't be told
                     seconds -= self._decode.predict((1, shape.decodes, shape.decode_context))
-                self._prefill.observe((shape.prefill_tokens, shape.prefill_pairs), max(0.0, seconds))
+                self._prefill.observe((more, shape.prefill_pairs), max(0.0, seconds))
             elif shape.decodes:
                 self._decode.observe((1, shape.decodes, shape.decode_context), seconds)
 

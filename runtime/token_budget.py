@@ -21,7 +21,7 @@ class TokenBudget:
         self._model = StepTimeModel()
         self._left = max_tokens
         self._seconds: float | None = None  # what is left of the target; None: no limit
-        self._decodes, self._context = 0, 0
+        self._decodes, self._context, self._prompts, self._asked = 0, 0, 0, False
         self._cap = max_tokens  # lowered while memory is short
 
     def start(self, decodes: int, context: int) -> None:
@@ -29,8 +29,7 @@ class TokenBudget:
         together."""
         self._left = self._cap - decodes
         self._decodes, self._context = decodes, context
-        self._seconds = None
-        self._asked = False
+        self._prompts, self._asked = 0, False
 
     @property
     def left(self) -> int:
@@ -42,27 +41,23 @@ class TokenBudget:
         """Most tokens of a step now."""
         return self._cap
 
-    def take(self, tokens: int) -> None:
-        """The step takes that many tokens more, whose time is not counted."""
-        self._left -= tokens
-
     def room(self, past: int) -> int:
         """The most tokens that a prompt with `past` tokens in the cache may add."""
         if not self._decodes or self._left <= 0:
             return max(0, self._left)
-        first = not self._asked
-        if first:
+        if not self._asked:
             self._asked, self._seconds = True, self._seconds_left()
-        least = min(self._min_chunk, self._left) if first else 0
+        least = 0 if self._prompts else min(self._min_chunk, self._left)
         if self._seconds is None:
-            return max(least, min(self._left, FIRST_CHUNK)) if first else 0
+            return 0 if self._prompts else max(least, min(self._left, FIRST_CHUNK))
         return max(least, self._model.prefill_tokens(self._seconds, past, self._left))
 
-    def take_prompt(self, tokens: int, past: int) -> None:
-        """A prompt takes that much of its room."""
+    def take(self, tokens: int, past: int, *, prompt: bool = True) -> None:
+        """The step takes that many tokens more, of a prompt or of a draft."""
         self._left -= tokens
-        if self._seconds is not None:
-            self._seconds -= self._model.prefill_seconds(tokens, past)
+        self._prompts += prompt
+        if prompt and self._asked and self._seconds is not None:
+            self._seconds = max(0.0, self._seconds - self._model.prefill_seconds(tokens, past))
 
     def _seconds_left(self) -> float | None:
         if not self._model.knows_prefill:

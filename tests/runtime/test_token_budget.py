@@ -84,7 +84,7 @@ def test_a_shared_step_stays_within_its_target(
     more = seconds(StepShape(decodes, context, count + 1, token_pairs(count + 1, past)))
     assert count == 1 or taken <= 1.1 * ratio * alone
     assert count == 512 - decodes or more >= 0.9 * ratio * alone
-    budget.take_prompt(count, past)
+    budget.take(count, past)
     # What the target leaves is little; prompts after the first get no least share.
     assert budget.room(0) <= max(0, 512 - decodes - count)
 
@@ -110,7 +110,7 @@ def test_alone_prompts_have_the_whole_budget() -> None:
     budget.observe(StepShape(0, 0, 512, token_pairs(512, 0), 1), 5.0)
     budget.start(0, 0)
     assert budget.room(0) == 512
-    budget.take_prompt(100, 0)
+    budget.take(100, 0)
     assert budget.room(0) == 412
 
 
@@ -120,7 +120,7 @@ def test_a_prompt_advances_whatever_the_target() -> None:
     budget.observe(StepShape(4, 100, 32, token_pairs(32, 0), 1), 0.5)
     budget.start(4, 100)
     assert budget.room(0) == 16
-    budget.take_prompt(16, 0)
+    budget.take(16, 0)
     assert budget.room(0) == 0
 
 
