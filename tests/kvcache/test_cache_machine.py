@@ -1,8 +1,8 @@
 """The whole cache under random traffic, beside memory that remembers what was written where.
 
-Prefixes are of an alphabet of two tokens, so they collide; pools are tiny, so pages are evicted. What a page's
-slot holds is the whole prefix up to its token: if a sequence ever read another's keys, or some that are stale,
-the prefixes would differ.
+Prefixes are alike and of two tokens, so they collide; pools are tiny, so pages are evicted. What a slot
+holds is the whole prefix up to its token: if a sequence ever read another's keys, or some that are stale, the
+prefixes would differ.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nybble.kvcache import KvCache, OutOfPagesError, SequenceBlocks, pages_for
 
-TOKENS = st.lists(st.integers(0, 1), max_size=14)
+BASE = [0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1, 1]
+# Most begin as others do, and end in their own way.
+TOKENS = st.builds(
+    lambda count, tail: BASE[:count] + tail,
+    st.integers(0, len(BASE)),
+    st.lists(st.integers(0, 1), max_size=4),
+)
 GROUPS = [(None,), (None,), (None, 3), (4, None), (3,), (1,), (None, 5, 1), (2, 6)]
 
 
@@ -76,10 +82,60 @@ class CacheMachine(RuleBasedStateMachine):
                 assert slot >= 0
                 assert self.memory[group][slot] == tuple(each.tokens[: position + 1])
 
+    def matches(self, tokens: list[int]) -> tuple[int, int]:
+        """By trying every length: the longest match in full pages, and the longest of all. The tree is taken
+        as a dictionary from the tokens before a page's end to that page in each group."""
+        size, windows = self.cache.page_size, self.cache.windows
+        held: dict[tuple[int, ...], tuple[int, ...]] = {}
+        stack = [(self.cache._tree.root, ())]
+        while stack:
+            node, prefix = stack.pop()
+            for index, pages in enumerate(zip(*node.pages, strict=True)):
+                prefix = (*prefix, *node.tokens[index * size : (index + 1) * size])
+                held[prefix] = pages
+                for group, page in enumerate(pages):
+                    slots = range(page * size, (page + 1) * size)
+                    assert page < 0 or self.memory[group][slots[-1]] == prefix
+            stack += [(child, prefix) for child in node.children.values()]
+
+        def there(begin: tuple[int, ...], length: int) -> bool:
+            """Whether the pages of `begin` give its first tokens, as far as the next one sees them."""
+            return all(
+                held[begin[: end * size]][group] >= 0
+                for group, window in enumerate(windows)
+                for end in range(1, len(begin) // size + 1)
+                if window is None or end * size > max(0, length - window + 1)
+            )
+
+        full = most = 0
+        for length in range(1, len(tokens)):
+            want = tuple(tokens[:length])
+            for begin in held:
+                if (
+                    len(begin) == -(-length // size) * size
+                    and begin[:length] == want
+                    and there(begin, length)
+                ):
+                    most = length
+                    full = length if length % size == 0 else full
+        return full, most
+
     # What the scheduler does.
 
     @rule(tokens=TOKENS)
-    def start(self, tokens: list[int]) -> None:
+    def match(self, tokens: list[int]) -> None:
+        full, most = self.matches(tokens)
+        found = self.cache.match(tokens)
+        if most < self.cache._min_shared:
+            assert found == 0
+        elif self.cache.windows == (None,):
+            assert found == most
+        else:  # the page that is copied is the one that agrees longest, if it is there in all groups
+            assert (full if full >= self.cache._min_shared else 0) <= found <= most
+
+    @rule(tokens=TOKENS, run=st.booleans(), ends=st.booleans())
+    def start(self, tokens: list[int], run: bool, ends: bool) -> None:
+        """A sequence that others may share with; it may be computed at once, and it may end then."""
         expected = self.cache.match(tokens)
         each = Running(self.cache.sequence(), tokens)
         copies = any(self.cache.pools[g].num_free == 0 for g in range(self.cache.num_groups))
@@ -91,6 +147,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.running.append(each)
         self.make_copies()
         self.assert_readable(each)
+        missing = len(tokens) - each.computed
+        if run and each.blocks.pages_needed(missing) <= self.cache.pages_available:
+            each.blocks.append(missing)
+            self.write(each, missing)
+            self.cache.insert(each.blocks, tokens, each.computed)
+            self.assert_readable(each)
+            if ends:
+                self.running.remove(each)
+                each.blocks.release()
 
     @rule(tokens=TOKENS, more=st.integers(0, 9))
     def start_where_it_fits(self, tokens: list[int], more: int) -> None:
@@ -262,7 +327,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 TestCache = CacheMachine.TestCase
 TestCache.settings = settings(
-    max_examples=120,
+    max_examples=250,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
