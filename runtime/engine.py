@@ -307,6 +307,7 @@ class Engine:
         for sample in sequence.samples:
             if not sample.ended:
                 sample.fail(error)
+                sequence.first.error = error  # the request's, though its first answer may have ended
                 self._retire(sample)
 
     def _retire(self, sequence: Sequence) -> None:

@@ -78,7 +78,7 @@ class Scheduler(Generic[State]):
         self._numbers = itertools.count()
         self._deadlines: RemovableHeap[State] = RemovableHeap()
         self._blocked: tuple[State, int, int] | None = None  # it, pages there were, steps left to wait
-        self._stalled = 0
+        self._stalled = self._starved = 0
         self.waiting: WaitingQueue[State] = WaitingQueue(
             max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens
         )
@@ -163,19 +163,18 @@ class Scheduler(Generic[State]):
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """A step was run."""
+        self._starved = 0
         self._budget.observe(shape, seconds)
 
     def shrink(self, chunks: Sequence[Chunk[State]]) -> bool:
         """The executor found no memory for a step: the next ones are smaller, and the last in the order has
-        to wait. False where no step is smaller."""
+        to wait. False where steps of one token find none again and again."""
         self.allocation_failures += 1
         tokens = sum(chunk.count for chunk in chunks)
-        if tokens < 2:
-            return False
+        self._starved = self._starved + 1 if tokens == 1 else 0
         self._budget.shrink(tokens)
-        if len(self.running) > 1:
-            self._preempt()
-        return True
+        self._preempt()
+        return self._starved < _STALLED
 
     def _decodes(self) -> list[Chunk[State]]:
         decoding: list[State] = []
