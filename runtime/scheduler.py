@@ -187,7 +187,8 @@ class Scheduler(Generic[State]):
                 decoding.append(sequence)
                 context += sequence.computed
             position += 1
-        self._budget.start(len(decoding), context)
+        prompts = min(len(self.running) + len(self.waiting), self._max_sequences) - len(decoding)
+        self._budget.start(len(decoding), context, prompts)
         if self._propose is None:
             return [Chunk(sequence, 1) for sequence in decoding]
         chunks = []

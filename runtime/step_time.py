@@ -11,6 +11,8 @@ _FORGET = 0.98
 _OUTLIER = 3.0
 # Steps kept until the model is asked: most never matter, and noting one has to cost nothing.
 _KEPT = 64
+# Steps that are learned from together, once there were some.
+_BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class StepTimeModel:
         return self._prefill.predict((count, token_pairs(count, past)))
 
     def _learn(self) -> None:
+        if len(self._recent) < _BATCH and self._decode.count > _BATCH and self._prefill.count > _BATCH:
+            return
         while self._recent:
             shape, seconds = self._recent.popleft()
             if more := shape.prefill_tokens + shape.draft_tokens:

@@ -2,8 +2,9 @@
 
 from .step_time import StepShape, StepTimeModel
 
-# Without a target, a step that prompts share may take this many times one without them: prompts then have
-# three fifths of the time.
+# Without a target, a step that a prompt shares may take this many times one without it, which gives prompts
+# three fifths of the time; and more, where more prompts than answers could go on: a decode reads all weights
+# for few answers or many, so it pays to have many soon.
 DEFAULT_RATIO = 2.5
 # While nothing was measured.
 FIRST_CHUNK = 32
@@ -21,14 +22,15 @@ class TokenBudget:
         self._model = StepTimeModel()
         self._left = max_tokens
         self._seconds: float | None = None  # what is left of the target; None: no limit
-        self._decodes, self._context, self._prompts, self._asked = 0, 0, 0, False
+        self._decodes, self._context, self._eager = 0, 0, 1
+        self._prompts, self._asked = 0, False
         self._cap = max_tokens  # lowered while memory is short
 
-    def start(self, decodes: int, context: int) -> None:
-        """A step begins with `decodes` tokens of answers, which have `context` tokens in the cache
-        together."""
+    def start(self, decodes: int, context: int, prompts: int = 1) -> None:
+        """A step begins with `decodes` tokens of answers, which have `context` tokens in the cache together;
+        `prompts` others could run beside them."""
         self._left = self._cap - decodes
-        self._decodes, self._context = decodes, context
+        self._decodes, self._context, self._eager = decodes, context, prompts
         self._prompts, self._asked = 0, False
 
     @property
@@ -65,7 +67,7 @@ class TokenBudget:
         alone = self._model.decode_seconds(self._decodes, self._context)
         if self.target_seconds is not None:
             return max(0.0, self.target_seconds - alone)
-        return (DEFAULT_RATIO - 1) * alone if alone else None
+        return (DEFAULT_RATIO - 1) * alone * max(1.0, self._eager / self._decodes) if alone else None
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """A step was run."""

@@ -132,6 +132,10 @@ def test_without_a_target_a_shared_step_takes_a_multiple_of_one_alone() -> None:
         budget.observe(StepShape(4, 400, 20, 0, 1), 0.01 + 20 * 1e-4)
     budget.start(4, 400)
     assert budget.room(0) == pytest.approx((DEFAULT_RATIO - 1) * 0.01 / 1e-4, rel=0.05)
+    budget.start(4, 400, prompts=4)
+    assert budget.room(0) == pytest.approx((DEFAULT_RATIO - 1) * 0.01 / 1e-4, rel=0.05)
+    budget.start(4, 400, prompts=8)
+    assert budget.room(0) == pytest.approx(2 * (DEFAULT_RATIO - 1) * 0.01 / 1e-4, rel=0.05)
 
 
 def test_without_memory_steps_are_halved_and_grow_again() -> None:
