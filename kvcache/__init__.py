@@ -4,6 +4,7 @@ from .block_pool import BlockPool, OutOfPagesError
 from .cache import KvCache, PrefixStatistics
 from .page_store import PageCopy
 from .sequence_blocks import SequenceBlocks, pages_for
+from .swap import SwapSpace
 
 __all__ = [
     "BlockPool",
@@ -12,5 +13,6 @@ __all__ = [
     "PageCopy",
     "PrefixStatistics",
     "SequenceBlocks",
+    "SwapSpace",
     "pages_for",
 ]

@@ -174,11 +174,19 @@ class KvCache:
             node, depth = blocks._place()
             blocks._move(self._tree.insert(tokens, blocks._tables, node, depth, stop), stop)
 
+    def share(self, blocks: SequenceBlocks, tokens: Sequence[int]) -> int:
+        """Fills an empty table with what the tree has of `tokens`, all of them perhaps, in full pages: for
+        pages that are moved, where `adopt` is for tokens that run. Returns how many tokens that is."""
+        if blocks.num_tokens:
+            raise ValueError(f"the sequence has {blocks.num_tokens} tokens already; expected an empty one")
+        blocks._take(self._tree.match(tokens, len(tokens), self._tree.root, 0, blocks._released, copy=False))
+        return blocks.num_tokens
+
     def pin(self, tokens: Sequence[int]) -> int:
         """Keeps what is there of a prefix, in full pages, until it is unpinned as often as it was pinned.
         Returns how many tokens that is. Other sequences must do without these pages (`pages_pinned`)."""
         blocks = self.sequence()
-        blocks._take(self._tree.match(tokens, len(tokens), self._tree.root, 0, blocks._released, copy=False))
+        self.share(blocks, tokens)
         self._pins.setdefault(tuple(tokens), []).append(blocks)
         for pinned, table in zip(self._pinned, blocks.tables, strict=True):
             pinned.update(page for page in table if page >= 0)
@@ -205,6 +213,11 @@ class KvCache:
         in any other way; there are none afterwards."""
         copies, self._store.copies = self._store.copies, []
         return copies
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether there are copies to be made."""
+        return bool(self._store.copies)
 
     def check(self) -> None:
         """Raises `AssertionError` where an invariant is broken. Looks at everything: for tests."""

@@ -224,3 +224,4 @@ class SequenceBlocks:
             self._tables[group].append(dst)
         self._num_tokens = num_tokens
         self._writable = True
+        self.release_window(num_tokens)

@@ -276,7 +276,8 @@ class Runner:
         # The pools hand out the same numbers, so the first group's table is that of all.
         source, *others = (sequence.blocks.tables[0][:pages] for sequence in self._sequences)
         for target in others:
-            self._executor.copy_blocks(np.array(source, np.int32), np.array(target, np.int32))
+            for group in range(self._sequences[0].blocks.num_groups):
+                self._executor.copy_blocks(np.array(source, np.int32), np.array(target, np.int32), group)
 
     def _prefill(self, case: Case) -> list[float]:
         sequence, seconds = self._sequences[0], 0.0

@@ -293,8 +293,13 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.cache.check()
         for each in self.running:
-            pages = pages_for(each.blocks.num_tokens, self.cache.page_size)
-            assert all(len(table) == pages for table in each.blocks.tables)
+            size = self.cache.page_size
+            pages = pages_for(each.blocks.num_tokens, size)
+            for window, table in zip(self.cache.windows, each.blocks.tables, strict=True):
+                assert len(table) == pages
+                gone = 0 if window is None else max(0, each.released - window + 1) // size
+                assert table[:gone] == (-1,) * gone
+                assert min(table[gone:], default=0) >= 0
         statistics = self.cache.statistics
         held = [
             {page for each in self.running for page in each.blocks.tables[g] if page >= 0}
