@@ -2,10 +2,10 @@
 
     python benchmarks/simulate.py --requests 100000
 
-No model runs. A step takes what `Costs` says, in virtual seconds; its figures are of the size of a 135M model on
-two cores and can be given. Requests come at random (`--load` of what the machine could do), of three classes:
-one in ten urgent, one in ten that can wait. Two in five begin with one of four system prompts; one in fifty is
-aborted. Times in the table are virtual, except "scheduler": what `schedule` and `advance` took in a step.
+No model runs. A step takes what `Costs` says, in virtual seconds; its figures are of the size of a 135M model
+on two cores. Requests come at random (`--load` of what the machine could do), of three classes: one in ten
+urgent, one in ten that can wait. Two in five begin with one of four system prompts; one in fifty is aborted.
+Times in the table are virtual, except "scheduler": what `schedule` and `advance` took in a step.
 """
 
 import argparse
@@ -251,10 +251,11 @@ def show(report: dict[str, Any]) -> None:
     console.print(table)
     scheduler = report["scheduler_seconds"]
     console.print(
-        f"{report['finished']} requests, {report['aborted']} aborted, in {report['virtual_seconds']:.0f} virtual "
-        f"seconds; {report['steps']} steps of {report['mean_batch']:.1f} sequences; longest queue "
-        f"{report['longest_queue']}; {report['preemptions']} preemptions; {report['hit_rate']:.1%} of the prompts' "
-        f"tokens found\nscheduler: {scheduler['first tenth'] * 1e6:.0f} µs a step in the first tenth, "
+        f"{report['finished']} requests, {report['aborted']} aborted, in {report['virtual_seconds']:.0f} "
+        f"virtual seconds; {report['steps']} steps of {report['mean_batch']:.1f} sequences; longest queue "
+        f"{report['longest_queue']}; {report['preemptions']} preemptions; {report['hit_rate']:.1%} of the "
+        f"prompts' tokens found\n"
+        f"scheduler: {scheduler['first tenth'] * 1e6:.0f} µs a step in the first tenth, "
         f"{scheduler['last tenth'] * 1e6:.0f} µs in the last"
     )
 

@@ -13,7 +13,7 @@ from ..kvcache import KvCache
 from .answering import choose_tokens, score_tokens
 from .batch_building import build_batch, logit_rows
 from .executor import Executor
-from .page_copies import PageCopies
+from .page_mover import PageMover
 from .proposer import ProposerFor
 from .request_limits import RequestLimits, slid
 from .scheduler import AGEING_SECONDS, Scheduler
@@ -40,6 +40,8 @@ class Engine:
     - `ageing_seconds`: how much longer a request has to wait to come before one of the next higher priority.
     - `share_prefixes`, `min_shared_tokens`: whether a prompt's beginning is taken from what was computed
       before, and the fewest tokens for which it is.
+    - `swap_bytes`: host memory for what preempted sequences had computed, where the executor says that this
+      is cheaper than to compute it again; by default as much as the cache has.
     - `proposer_for`: gives each request what drafts its tokens, or None.
     - `bandwidth`: bytes a second that the machine can read, for the statistics.
     - `on_step`, `on_end`: called after each step, and with the first sequence of each request that ended.
@@ -61,6 +63,7 @@ class Engine:
         ageing_seconds: float = AGEING_SECONDS,
         share_prefixes: bool = True,
         min_shared_tokens: int | None = None,
+        swap_bytes: int | None = None,
         proposer_for: ProposerFor | None = None,
         bandwidth: float | None = None,
         on_step: Callable[[StepStatistics], None] | None = None,
@@ -92,7 +95,9 @@ class Engine:
             layout.num_blocks, layout.page_size, spec.window_groups or (None,),
             share_prefixes=share_prefixes, min_shared_tokens=min_shared_tokens,
         )  # fmt: skip
-        self._copies = PageCopies(executor, self.cache)
+        if swap_bytes is None:
+            swap_bytes = layout.num_blocks * layout.bytes_per_block
+        self._mover = PageMover(executor, self.cache, swap_bytes)
         self._limits = RequestLimits(self._vocab_size, max_model_len, self.cache)
         self._scheduler: Scheduler[Sequence] = Scheduler(
             self.cache,
@@ -103,6 +108,7 @@ class Engine:
             target_seconds=None if target_token_ms is None else target_token_ms / 1e3,
             ageing_seconds=ageing_seconds,
             propose=None if proposer_for is None else self._propose,
+            mover=self._mover,
             clock=clock,
         )
         self._recorder = StatisticsRecorder(
@@ -216,7 +222,7 @@ class Engine:
 
     def _run(self, chunks: list[Chunk[Sequence]]) -> NDArray[np.float32]:
         batch = build_batch(chunks)
-        self._copies.make()
+        self._mover.make_copies()
         logits = self._executor.step(batch)
         expected = (len(batch.logit_rows), self._vocab_size)
         if logits.shape != expected:

@@ -9,9 +9,11 @@ from operator import attrgetter
 from typing import Generic
 
 from ..errors import DeadlineExceeded, DoesNotFitError, NybbleError
-from ..kvcache import KvCache, OutOfPagesError
+from ..kvcache import KvCache
+from .deadlines import Deadlines
+from .page_mover import PageMover
+from .page_supply import PageSupply
 from .prefix_leader import follows_another
-from .removable_heap import RemovableHeap
 from .sequence_state import Chunk, State
 from .step_time import StepShape
 from .token_budget import TokenBudget
@@ -25,9 +27,6 @@ AGEING_SECONDS = 10.0
 _LOOKAHEAD = 32
 # Steps in which nothing could run although there was something, before a request fails by it.
 _STALLED = 8
-# Steps for which a request that found no pages is not looked at again while there are no more of them.
-_RETRY = 8
-
 _order = attrgetter("order")
 Propose = Callable[[State, int], Sequence[int]]
 
@@ -51,7 +50,8 @@ class Scheduler(Generic[State]):
     in the order, which waits again and is computed anew, but for what the prefix tree still has of it. A
     waiting one of a higher class than the last running one takes its place.
 
-    `propose(sequence, limit)` gives at most `limit` draft tokens for a sequence that decodes.
+    `propose(sequence, limit)` gives at most `limit` draft tokens for a sequence that decodes. `mover` keeps
+    what preempted sequences had computed, where that is cheaper than computing it again.
     """
 
     def __init__(
@@ -65,26 +65,31 @@ class Scheduler(Generic[State]):
         target_seconds: float | None = None,
         ageing_seconds: float = AGEING_SECONDS,
         propose: Propose[State] | None = None,
+        mover: PageMover | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._cache = cache
         # Each running sequence must be able to decode in every step.
         self._max_sequences = min(max_sequences, max_batch_tokens)
         self._ageing_seconds = ageing_seconds
-        self._propose = propose
+        self._propose, self._mover = propose, mover
         self._clock = clock
         self._budget = TokenBudget(max_batch_tokens, target_seconds=target_seconds, min_chunk=cache.page_size)
         self._windowed = any(window is not None for window in cache.windows)
         self._numbers = itertools.count()
-        self._deadlines: RemovableHeap[State] = RemovableHeap()
-        self._blocked: tuple[State, int, int] | None = None  # it, pages there were, steps left to wait
+        self._deadlines: Deadlines[State] = Deadlines()
+        self._pages: PageSupply[State] = PageSupply(cache)
         self._stalled = self._starved = 0
         self.waiting: WaitingQueue[State] = WaitingQueue(
             max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens
         )
         self.running: list[State] = []  # by order
         self.preemptions = 0
-        self.allocation_failures = 0
+
+    @property
+    def allocation_failures(self) -> int:
+        """How often pages, or the executor's memory, were asked for and not there."""
+        return self._pages.failures
 
     def check_room(self, tokens: int) -> None:
         """Raises `QueueFull` where no request of that many tokens may be added."""
@@ -95,14 +100,14 @@ class Scheduler(Generic[State]):
         self.waiting.check_room(len(sequence.tokens))
         came = self._clock() - sequence.priority * self._ageing_seconds
         sequence.order = (came, next(self._numbers))
-        self._watch(sequence)
+        self._deadlines.watch(sequence)
         self.waiting.push(sequence)
 
     def fork(self, sequence: State, other: State) -> None:
         """`other`, whose tokens are `sequence`'s so far, begins with its pages; or waits, where as many run
         as may."""
         other.order = (sequence.order[0], next(self._numbers))
-        self._watch(other)
+        self._deadlines.watch(other)
         if len(self.running) < self._max_sequences:
             sequence.blocks.truncate(sequence.computed)
             other.blocks, other.computed = sequence.blocks.fork(), sequence.computed
@@ -117,8 +122,9 @@ class Scheduler(Generic[State]):
             sequence.is_running = False
         else:
             self.waiting.discard(sequence)
-        if sequence.deadline is not None:
-            self._deadlines.discard(sequence)
+        self._deadlines.discard(sequence)
+        if self._mover is not None:
+            self._mover.forget(sequence)
         sequence.follows = None
         sequence.blocks.release()
 
@@ -169,7 +175,7 @@ class Scheduler(Generic[State]):
     def shrink(self, chunks: Sequence[Chunk[State]]) -> bool:
         """The executor found no memory for a step: the next ones are smaller, and the last in the order has
         to wait. False where steps of one token find none again and again."""
-        self.allocation_failures += 1
+        self._pages.failures += 1
         tokens = sum(chunk.count for chunk in chunks)
         self._starved = self._starved + 1 if tokens == 1 else 0
         self._budget.shrink(tokens)
@@ -203,7 +209,7 @@ class Scheduler(Generic[State]):
         if limit < 1 or self._propose is None:
             return ()
         draft = self._propose(sequence, limit)
-        if not draft or not self._reserve(sequence, 1 + len(draft)):
+        if not draft or not self._pages.reserve(sequence, 1 + len(draft)):
             return ()
         return draft
 
@@ -228,7 +234,7 @@ class Scheduler(Generic[State]):
                 if follows_another(sequence, self.running, self._cache):
                     self.waiting.discard(sequence)
                     passed.append(sequence)
-                elif not self._fits(sequence) or not self._start(sequence, chunks):
+                elif not self._pages.can_start(sequence, self.running) or not self._start(sequence, chunks):
                     break
         finally:
             for sequence in passed:
@@ -237,7 +243,9 @@ class Scheduler(Generic[State]):
     def _start(self, sequence: State, chunks: list[Chunk[State]]) -> bool:
         self.waiting.discard(sequence)
         self._run(sequence)
-        if sequence.adopts:
+        if self._mover is not None and self._mover.bring_back(sequence):
+            pass
+        elif sequence.adopts:
             sequence.computed = self._cache.adopt(sequence.blocks, sequence.tokens)
             if not sequence.preemptions:
                 sequence.hit_tokens = sequence.computed
@@ -247,65 +255,22 @@ class Scheduler(Generic[State]):
         self._put_back(sequence)
         return False
 
-    def _fits(self, sequence: State) -> bool:
-        """Whether there are pages for all its tokens, besides those that running prompts still need."""
-        promised = sum(
-            other.blocks.pages_needed(len(other.tokens) - other.blocks.num_tokens)
-            for other in self.running
-            if other.blocks.num_tokens < len(other.tokens)
-        )
-        pages = self._cache.pages_available - promised
-        if self._blocked is not None:
-            blocked, there, steps = self._blocked
-            if blocked is sequence and pages <= there and steps:
-                self._blocked = (blocked, there, steps - 1)
-                return False
-        self._blocked = None
-        if self._cache.fits(sequence.tokens, len(sequence.tokens) + promised * self._cache.page_size):
-            return True
-        self._blocked = (sequence, pages, _RETRY)
-        return False
-
     def _prompt_chunk(self, sequence: State) -> Chunk[State] | None:
         if sequence.adopts:
             sequence.computed = self._cache.extend(sequence.blocks, sequence.tokens, sequence.computed)
         count = min(sequence.remaining, self._budget.room(sequence.computed))
         if sequence.chunk_limit is not None:
             count = min(count, sequence.chunk_limit)
-        count = self._with_pages(sequence, count)
-        if count <= 0 or not self._reserve(sequence, count):
+        count = self._pages.most(sequence, count)
+        if count <= 0 or not self._pages.reserve(sequence, count):
             return None
         self._budget.take(count, sequence.computed)
         return Chunk(sequence, count)
 
-    def _with_pages(self, sequence: State, count: int) -> int:
-        """The most of the next `count` tokens for which there are pages."""
-        blocks, available = sequence.blocks, self._cache.pages_available
-        more = sequence.computed + count - blocks.num_tokens
-        if more <= 0 or blocks.pages_needed(more) <= available:
-            return count
-        size = self._cache.page_size
-        more = (blocks.num_pages + available) * size - blocks.num_tokens
-        while more > 0 and blocks.pages_needed(more) > available:
-            more -= size  # a page is needed for a copy
-        return blocks.num_tokens + max(0, more) - sequence.computed
-
-    def _reserve(self, sequence: State, count: int) -> bool:
-        """Pages for the next tokens. A step that was interrupted has reserved some of them already."""
-        blocks = sequence.blocks
-        more = sequence.computed + count - blocks.num_tokens
-        if more > 0:
-            try:
-                blocks.append(more)
-            except OutOfPagesError:
-                self.allocation_failures += 1
-                return False
-        return True
-
     def _make_room(self, sequence: State) -> bool:
         """A page for one more token, by preemption where there is none; False when that hit the sequence
         itself."""
-        while not self._reserve(sequence, 1):
+        while not self._pages.reserve(sequence, 1):
             if self._preempt() is sequence:
                 return False
         return True
@@ -319,7 +284,7 @@ class Scheduler(Generic[State]):
             and (last := self.running[-1]).priority < head.priority
             and last.order > head.order
             and not follows_another(head, self.running, self._cache)
-            and not (len(self.running) < self._max_sequences and self._fits(head))
+            and not (len(self.running) < self._max_sequences and self._pages.can_start(head, self.running))
         ):
             self._preempt()
 
@@ -327,6 +292,8 @@ class Scheduler(Generic[State]):
         last = self.running[-1]
         self.preemptions += 1
         last.preemptions += 1
+        if self._mover is not None and last.computed:
+            self._mover.keep(last)
         self._put_back(last)
         return last
 
@@ -341,18 +308,13 @@ class Scheduler(Generic[State]):
         sequence.is_running = True
         insort(self.running, sequence, key=_order)
 
-    def _watch(self, sequence: State) -> None:
-        if sequence.deadline is not None:
-            self._deadlines.push(sequence, (sequence.deadline, sequence.order[1]))
-
     def _expire(self, plan: StepPlan[State]) -> None:
         now = self._clock()
-        while (due := self._deadlines.least_key()) is not None and due <= now:
-            sequence = self._deadlines.peek()
-            assert sequence is not None
+        while (sequence := self._deadlines.take_expired(now)) is not None:
             state = "running" if sequence.is_running else "waiting"
             self.remove(sequence)
-            reason = f"its deadline passed {now - due:.3f} s ago while the request was {state}"
+            late = now - (sequence.deadline or now)
+            reason = f"the request's deadline passed {late:.3f} s ago while it was {state}"
             plan.failed.append((sequence, DeadlineExceeded(reason)))
 
     def _stall(self, plan: StepPlan[State]) -> None:

@@ -32,9 +32,13 @@ class FaultyExecutor:
     def __init__(self, executor: CpuExecutor) -> None:
         self._executor = executor
         self.error: BaseException | None = None
+        self.swaps = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
+
+    def swap_is_cheaper(self, tokens: int) -> bool:
+        return self.swaps
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
         if self.error is not None:
@@ -50,6 +54,9 @@ class Oracle:
         self._executor = small_executor(windows, 16)
         self._tokenizer = tokenizer
         self.answers = cache(self._run)
+
+    def close(self) -> None:
+        self._executor.close()
 
     def of(self, request: Request) -> tuple[tuple[int, ...], ...]:
         return self.answers((request.prompt_ids, request.params, request.on_context_end, request.n_keep))
@@ -132,13 +139,15 @@ class EngineMachine(RuleBasedStateMachine):
         max_waiting=st.sampled_from([None, 4]),
         target_ms=st.sampled_from([None, 1e-6, 1e9]),
         drafts=st.booleans(),
+        swaps=st.booleans(),
     )
     def begin(
         self, num_blocks: int, max_batch_tokens: int, max_sequences: int, share: bool,
-        max_waiting: int | None, target_ms: float | None, drafts: bool,
+        max_waiting: int | None, target_ms: float | None, drafts: bool, swaps: bool,
     ) -> None:  # fmt: skip
         self.executor.allocate_kv(num_blocks, kv_dtype="f16")
         self.faulty = FaultyExecutor(self.executor)
+        self.faulty.swaps = swaps
         self.now = 0.0
         self.max_sequences, self.max_batch_tokens = max_sequences, max_batch_tokens
         self.engine = Engine(
@@ -284,13 +293,14 @@ class EngineMachine(RuleBasedStateMachine):
         assert cache.pages_available == cache.num_blocks
         assert cache.statistics.shared_pages == 0
         assert cache.statistics.idle_pages == cache.statistics.cached_pages
+        assert self.engine._mover.swapped_bytes == 0
         statistics = self.engine.statistics
         assert (statistics.running, statistics.waiting, statistics.waiting_tokens) == (0, 0, 0)
         ended = statistics.requests_finished + statistics.requests_failed + statistics.requests_aborted
         assert ended == statistics.requests_added == len(self.asked)
 
 
-@pytest.mark.parametrize("windows", [(None, None), (20, 20)], ids=["full", "window"])
+@pytest.mark.parametrize("windows", [(None, None), (20, 20), (None, 20)], ids=["full", "window", "both"])
 def test_any_traffic_gives_each_request_what_it_has_alone(
     windows: Windows, byte_tokenizer: Tokenizer
 ) -> None:
@@ -298,11 +308,16 @@ def test_any_traffic_gives_each_request_what_it_has_alone(
         pass
 
     Machine.windows, Machine.tokenizer = windows, byte_tokenizer
-    Machine.oracle, Machine.executor = Oracle(windows, byte_tokenizer), small_executor(windows)
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=25, stateful_step_count=30, deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )  # fmt: skip
+    oracle, executor = Oracle(windows, byte_tokenizer), small_executor(windows)
+    Machine.oracle, Machine.executor = oracle, executor
+    try:
+        run_state_machine_as_test(
+            Machine,
+            settings=settings(
+                max_examples=20, stateful_step_count=30, deadline=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )  # fmt: skip
+    finally:
+        executor.close()
+        oracle.close()
