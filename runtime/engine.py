@@ -13,13 +13,14 @@ from ..kvcache import KvCache
 from .answering import choose_tokens, score_tokens
 from .batch_building import build_batch, logit_rows
 from .executor import Executor
-from .page_mover import PageMover
+from .page_copies import PageCopies
 from .proposer import ProposerFor
 from .request_limits import RequestLimits, slid
 from .scheduler import AGEING_SECONDS, Scheduler
 from .sequence import Request, Sequence
 from .sequence_state import Chunk, shape_of
 from .statistics import EngineStatistics, StatisticsRecorder, StepStatistics
+from .swapper import Swapper
 from .token_chooser import TokenChooser
 from .tokenizer import Tokenizer
 
@@ -97,7 +98,8 @@ class Engine:
         )  # fmt: skip
         if swap_bytes is None:
             swap_bytes = layout.num_blocks * layout.bytes_per_block
-        self._mover = PageMover(executor, self.cache, swap_bytes)
+        self._copies = PageCopies(executor, self.cache)
+        self._swapper = Swapper(executor, self.cache, self._copies, swap_bytes)
         self._limits = RequestLimits(self._vocab_size, max_model_len, self.cache)
         self._scheduler: Scheduler[Sequence] = Scheduler(
             self.cache,
@@ -108,7 +110,7 @@ class Engine:
             target_seconds=None if target_token_ms is None else target_token_ms / 1e3,
             ageing_seconds=ageing_seconds,
             propose=None if proposer_for is None else self._propose,
-            mover=self._mover,
+            swapper=self._swapper,
             clock=clock,
         )
         self._recorder = StatisticsRecorder(
@@ -222,7 +224,7 @@ class Engine:
 
     def _run(self, chunks: list[Chunk[Sequence]]) -> NDArray[np.float32]:
         batch = build_batch(chunks)
-        self._mover.make_copies()
+        self._copies.make()
         logits = self._executor.step(batch)
         expected = (len(batch.logit_rows), self._vocab_size)
         if logits.shape != expected:

@@ -11,11 +11,11 @@ from typing import Generic
 from ..errors import DeadlineExceeded, DoesNotFitError, NybbleError
 from ..kvcache import KvCache
 from .deadlines import Deadlines
-from .page_mover import PageMover
 from .page_supply import PageSupply
 from .prefix_leader import follows_another
 from .sequence_state import Chunk, State
 from .step_time import StepShape
+from .swapper import Swapper
 from .token_budget import TokenBudget
 from .waiting_queue import WaitingQueue
 
@@ -50,7 +50,7 @@ class Scheduler(Generic[State]):
     in the order, which waits again and is computed anew, but for what the prefix tree still has of it. A
     waiting one of a higher class than the last running one takes its place.
 
-    `propose(sequence, limit)` gives at most `limit` draft tokens for a sequence that decodes. `mover` keeps
+    `propose(sequence, limit)` gives at most `limit` draft tokens for a sequence that decodes. `swapper` keeps
     what preempted sequences had computed, where that is cheaper than computing it again.
     """
 
@@ -65,14 +65,14 @@ class Scheduler(Generic[State]):
         target_seconds: float | None = None,
         ageing_seconds: float = AGEING_SECONDS,
         propose: Propose[State] | None = None,
-        mover: PageMover | None = None,
+        swapper: Swapper | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._cache = cache
         # Each running sequence must be able to decode in every step.
         self._max_sequences = min(max_sequences, max_batch_tokens)
         self._ageing_seconds = ageing_seconds
-        self._propose, self._mover = propose, mover
+        self._propose, self._swapper = propose, swapper
         self._clock = clock
         self._budget = TokenBudget(max_batch_tokens, target_seconds=target_seconds, min_chunk=cache.page_size)
         self._windowed = any(window is not None for window in cache.windows)
@@ -123,8 +123,8 @@ class Scheduler(Generic[State]):
         else:
             self.waiting.discard(sequence)
         self._deadlines.discard(sequence)
-        if self._mover is not None:
-            self._mover.forget(sequence)
+        if self._swapper is not None:
+            self._swapper.forget(sequence)
         sequence.follows = None
         sequence.blocks.release()
 
@@ -174,12 +174,13 @@ class Scheduler(Generic[State]):
 
     def shrink(self, chunks: Sequence[Chunk[State]]) -> bool:
         """The executor found no memory for a step: the next ones are smaller, and the last in the order has
-        to wait. False where steps of one token find none again and again."""
+        to wait where others run. False where steps of one token find none again and again."""
         self._pages.failures += 1
         tokens = sum(chunk.count for chunk in chunks)
         self._starved = self._starved + 1 if tokens == 1 else 0
         self._budget.shrink(tokens)
-        self._preempt()
+        if len(self.running) > 1:
+            self._preempt()
         return self._starved < _STALLED
 
     def _decodes(self) -> list[Chunk[State]]:
@@ -243,7 +244,7 @@ class Scheduler(Generic[State]):
     def _start(self, sequence: State, chunks: list[Chunk[State]]) -> bool:
         self.waiting.discard(sequence)
         self._run(sequence)
-        if self._mover is not None and self._mover.bring_back(sequence):
+        if self._swapper is not None and self._swapper.bring_back(sequence):
             pass
         elif sequence.adopts:
             sequence.computed = self._cache.adopt(sequence.blocks, sequence.tokens)
@@ -292,8 +293,8 @@ class Scheduler(Generic[State]):
         last = self.running[-1]
         self.preemptions += 1
         last.preemptions += 1
-        if self._mover is not None and last.computed:
-            self._mover.keep(last)
+        if self._swapper is not None and last.computed:
+            self._swapper.keep(last)
         self._put_back(last)
         return last
 

@@ -8,6 +8,8 @@ from .step_time import StepShape, StepTimeModel
 DEFAULT_RATIO = 2.5
 # While nothing was measured.
 FIRST_CHUNK = 32
+# Steps that find memory before larger ones are tried again.
+CALM = 32
 
 
 class TokenBudget:
@@ -25,6 +27,7 @@ class TokenBudget:
         self._decodes, self._context, self._eager = 0, 0, 1
         self._prompts, self._asked = 0, False
         self._cap = max_tokens  # lowered while memory is short
+        self._calm = 0  # steps since then
 
     def start(self, decodes: int, context: int, prompts: int = 1) -> None:
         """A step begins with `decodes` tokens of answers, which have `context` tokens in the cache together;
@@ -73,8 +76,10 @@ class TokenBudget:
         """A step was run."""
         self._model.observe(shape, seconds)
         if self._cap < self.max_tokens:
-            self._cap = min(self.max_tokens, 2 * self._cap)
+            self._calm += 1
+            if self._calm >= CALM:
+                self._cap, self._calm = min(self.max_tokens, 2 * self._cap), 0
 
     def shrink(self, tokens: int) -> None:
         """A step of that many tokens found no memory: the next ones have half as many, then grow again."""
-        self._cap = max(1, min(self._cap, tokens // 2))
+        self._cap, self._calm = max(1, min(self._cap, tokens // 2)), 0

@@ -293,7 +293,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert cache.pages_available == cache.num_blocks
         assert cache.statistics.shared_pages == 0
         assert cache.statistics.idle_pages == cache.statistics.cached_pages
-        assert self.engine._mover.swapped_bytes == 0
+        assert self.engine._swapper.used == 0
         statistics = self.engine.statistics
         assert (statistics.running, statistics.waiting, statistics.waiting_tokens) == (0, 0, 0)
         ended = statistics.requests_finished + statistics.requests_failed + statistics.requests_aborted

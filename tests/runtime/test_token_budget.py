@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nybble.runtime.step_time import StepShape, StepTimeModel, token_pairs
-from nybble.runtime.token_budget import DEFAULT_RATIO, TokenBudget
+from nybble.runtime.token_budget import CALM, DEFAULT_RATIO, TokenBudget
 
 COSTS = st.tuples(
     st.floats(1e-3, 0.05),  # a step
@@ -147,6 +147,7 @@ def test_without_memory_steps_are_halved_and_grow_again() -> None:
     budget.start(0, 0)
     assert budget.room(0) == 1
     for expected in (2, 4, 8, 16, 32, 64, 64):
-        budget.observe(StepShape(prefill_tokens=1, prefill_pairs=1), 0.1)
+        for _ in range(CALM):
+            budget.observe(StepShape(prefill_tokens=1, prefill_pairs=1), 0.1)
         budget.start(0, 0)
         assert budget.room(0) == expected
