@@ -41,6 +41,7 @@ def build_batch(chunks: Listed[Chunk[Sequence]]) -> Batch:
 def logit_rows(chunk: Chunk[Sequence]) -> range:
     """The chunk's rows whose logits are needed: for an answer the last of all tokens and those of a draft
     after it; for a score every one that has a next token."""
+    count = chunk.count
     if chunk.sequence.request.score:
-        return range(chunk.count - chunk.completes)
-    return range(chunk.count - 1 - len(chunk.draft), chunk.count) if chunk.completes else range(0)
+        return range(count - chunk.completes)
+    return range(count - 1 - len(chunk.draft), count) if chunk.completes else range(0)

@@ -95,7 +95,8 @@ class Sequence(SequenceState):
         self.pieces: deque[Piece] = deque() if first is None else first.pieces
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.error: NybbleError | None = None
+        self.error: NybbleError | None = None  # the first answer's is the request's
+        self.ended = False  # whether this answer has
         self.added: float = added
         self.last_token_at: float | None = None
         self._first = first
@@ -128,11 +129,6 @@ class Sequence(SequenceState):
     def samples(self) -> "list[Sequence]":
         """All answers to the request so far."""
         return [self.first, *self.first._others]
-
-    @property
-    def ended(self) -> bool:
-        """Whether this answer has."""
-        return self.finish_reason is not None or self.error is not None
 
     @property
     def finished(self) -> bool:
@@ -190,7 +186,7 @@ class Sequence(SequenceState):
 
     def fail(self, error: NybbleError) -> None:
         if not self.ended:
-            self.error = error
+            self.error, self.ended = error, True
             self._ended_at = self._clock()
 
     def complete_score(self) -> None:
@@ -237,5 +233,5 @@ class Sequence(SequenceState):
 
     def _finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         self._text.append(self._stops.finish())
-        self.finish_reason, self.stop_reason = reason, stop_reason
+        self.finish_reason, self.stop_reason, self.ended = reason, stop_reason, True
         self._ended_at = self._clock()

@@ -1,7 +1,6 @@
 """`SequenceState`: what the scheduler knows of a sequence. `Chunk`: the part of it that runs in a step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ..kvcache import SequenceBlocks
@@ -50,14 +49,18 @@ class SequenceState:
 State = TypeVar("State", bound=SequenceState)
 
 
-@dataclass(frozen=True)
 class Chunk(Generic[State]):
     """A sequence's tokens for one step: those from its `computed` on, then a draft of those that may follow.
-    Their pages are there."""
+    Their pages are there. `completes` says whether the sequence's last token is among them, so that the next
+    one can be chosen."""
 
-    sequence: State
-    count: int  # the draft's tokens included
-    draft: Sequence[int] = ()
+    __slots__ = ("completes", "count", "draft", "sequence")
+
+    def __init__(self, sequence: State, count: int, draft: Sequence[int] = ()) -> None:
+        self.sequence = sequence
+        self.count = count  # the draft's tokens included
+        self.draft = draft
+        self.completes = count - len(draft) == len(sequence.tokens) - sequence.computed
 
     @property
     def tokens(self) -> list[int]:
@@ -65,18 +68,13 @@ class Chunk(Generic[State]):
         tokens = self.sequence.tokens[computed : computed + self.count]
         return [*tokens, *self.draft] if self.draft else tokens
 
-    @property
-    def completes(self) -> bool:
-        """Whether the sequence's last token is among them, so that the next one can be chosen."""
-        return self.count - len(self.draft) == self.sequence.remaining
-
 
 def shape_of(chunks: Sequence[Chunk[State]]) -> StepShape:
     """What a step with these chunks computes; before it is run."""
     decodes = context = prefill = pairs = prefills = drafted = 0
     for chunk in chunks:
         computed, extra = chunk.sequence.computed, len(chunk.draft)
-        if chunk.count - extra == 1 and chunk.sequence.remaining == 1:
+        if chunk.completes and chunk.count - extra == 1:
             decodes += 1
             context += computed
             if extra:
