@@ -10,6 +10,7 @@ from ..devices.memory_plan import SCORE_LOGITS_BYTES
 from ..errors import DoesNotFitError, ExecutorError, NybbleError, RequestError, SettingError
 from ..kvcache import BlockPool, SequenceBlocks, pages_for
 from .batch import Batch
+from .constraint import Constraints
 from .executor import Executor
 from .outputs import Logprob
 from .sampler import log_softmax, top_logprobs
@@ -62,6 +63,7 @@ class Engine:
             max_sequences=max_sequences,
             max_score_tokens=max(1, SCORE_LOGITS_BYTES // (4 * self._vocab_size)),
         )
+        self._constraints = Constraints(tokenizer, self._vocab_size, self._eos)
         self._sequences: dict[str, Sequence] = {}
         self._choosers: dict[str, TokenChooser] = {}
         self._stepping = False
@@ -94,6 +96,7 @@ class Engine:
             stop_ids=stop_ids,
             min_tokens=params.min_tokens,
             logit_bias=params.logit_bias,
+            constraint=self._constraints.start(params),
         )
         sequence = Sequence(
             request,
@@ -178,7 +181,7 @@ class Engine:
                 i: Logprob(value, rank, self._tokenizer.token_text(i))
                 for i, (value, rank) in top_logprobs(logits, token, wanted).items()
             }
-        sequence.append(token, logprobs)
+        sequence.append(token, logprobs, last=chooser.ended)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         if not isinstance(error, NybbleError):

@@ -76,8 +76,9 @@ class Sequence:
     def finished(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
-    def append(self, token: int, logprobs: dict[int, Logprob] | None) -> None:
-        """Takes the next token, and finishes when it is the last one."""
+    def append(self, token: int, logprobs: dict[int, Logprob] | None, *, last: bool = False) -> None:
+        """Takes the next token, and finishes when it is the last one: `last`, a stop token, completes a stop
+        string, or `max_tokens` are there."""
         now = time.perf_counter()
         self._first = now if self._first is None else self._first
         self.tokens.append(token)
@@ -90,10 +91,10 @@ class Sequence:
                 self._finish("stop", token if token in self.request.params.stop_token_ids else None)
         else:
             self._show(self._detokenizer.push(token))
-            if not self.finished and self.num_output >= self.max_tokens:
+            if not self.finished and (last or self.num_output >= self.max_tokens):
                 self._show(self._detokenizer.finish())
                 if not self.finished:
-                    self._finish("length", None)
+                    self._finish("stop" if last else "length", None)
         text = "".join(self._text[self._shown :])
         self._shown = len(self._text)
         self.pieces.append(Piece(text, token, self.finish_reason))

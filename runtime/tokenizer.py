@@ -99,6 +99,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template_source is not None
 
+    def to_json(self) -> str:
+        """The `tokenizer.json` of what `encode` uses, for other libraries that read the format."""
+        return self._tokenizer.to_str()
+
     def token_id(self, text: str) -> int | None:
         """The id of one token by its text in the vocabulary; None when there is none."""
         return self._tokenizer.token_to_id(text)
