@@ -1,5 +1,6 @@
 """`Engine`: requests in, tokens out, one step at a time."""
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from .outputs import Logprob
 from .sampler import log_softmax, top_logprobs
 from .scheduler import Chunk, Scheduler
 from .sequence import Request, Sequence
+from .speculation import Speculator
 from .token_chooser import TokenChooser
 from .tokenizer import Tokenizer
 
@@ -24,7 +26,8 @@ class Engine:
     """Runs requests on an executor whose cache is allocated. Not safe to use from several threads at once.
 
     `max_model_len` is the most tokens of one sequence, `max_batch_tokens` the most new tokens of one step,
-    `eos_token_ids` the model's own stop tokens, `generation_config` what unset sampling settings come from.
+    `eos_token_ids` the model's own stop tokens, `generation_config` what unset sampling settings come from,
+    `speculator` what guesses tokens ahead, or None.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Engine:
         max_sequences: int = 16,
         eos_token_ids: Iterable[int] = (),
         generation_config: Mapping[str, Any] | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         for name, value in (
             ("max_model_len", max_model_len),
@@ -51,6 +55,7 @@ class Engine:
         self._vocab_size = executor.spec.vocab_size
         self._page_size = layout.page_size
         self._max_model_len = max_model_len
+        self._max_batch_tokens = max_batch_tokens
         self._capacity = layout.num_blocks * layout.page_size
         self._eos = frozenset(eos_token_ids)
         self._generation_config = dict(generation_config or {})
@@ -65,7 +70,7 @@ class Engine:
         )
         self._constraints = Constraints(tokenizer, self._vocab_size, self._eos)
         self._sequences: dict[str, Sequence] = {}
-        self._choosers: dict[str, TokenChooser] = {}
+        self._speculator = speculator
         self._stepping = False
         self._aborts: list[str] = []  # asked for inside a step
 
@@ -104,9 +109,9 @@ class Engine:
             SequenceBlocks(self._pools, self._page_size),
             max_tokens=max_tokens,
             stop_ids=stop_ids,
+            chooser=chooser,
         )
         self._sequences[request.id] = sequence
-        self._choosers[request.id] = chooser
         self._scheduler.add(sequence)
         return sequence
 
@@ -114,9 +119,14 @@ class Engine:
         """Runs one batch and returns the sequences in it. An executor's error fails these and no others."""
         self._stepping = True
         try:
+            started = time.perf_counter()
             chunks = self._scheduler.schedule()
             if chunks:
+                if self._speculator is not None:
+                    chunks = self._with_drafts(self._speculator, chunks)
                 self._advance(chunks)
+                if self._speculator is not None:
+                    self._observe(self._speculator, chunks, time.perf_counter() - started)
         finally:
             self._stepping = False
             while self._aborts:
@@ -136,6 +146,20 @@ class Engine:
         """Ends every request."""
         for request_id in list(self._sequences):
             self.abort(request_id)
+
+    def _with_drafts(self, speculator: Speculator, chunks: list[Chunk]) -> list[Chunk]:
+        answers = [chunk.sequence for chunk in chunks if _goes_on(chunk)]
+        if not answers:
+            return chunks
+        room = self._max_batch_tokens - sum(chunk.count for chunk in chunks)
+        limits = [answer.max_tokens - answer.num_output - 1 for answer in answers]
+        drafts = iter(speculator.propose(answers, limits, room))
+        return [self._scheduler.extend(chunk, next(drafts)) if _goes_on(chunk) else chunk for chunk in chunks]
+
+    def _observe(self, speculator: Speculator, chunks: list[Chunk], seconds: float) -> None:
+        if all(chunk.count == 1 or chunk.draft for chunk in chunks):
+            drafted = sum(len(chunk.draft) for chunk in chunks)
+            speculator.observe_step(len(chunks), drafted, seconds)
 
     def _advance(self, chunks: list[Chunk]) -> None:
         try:
@@ -160,20 +184,35 @@ class Engine:
             sequence, rows = chunk.sequence, logits[row : row + len(_logit_rows(chunk))]
             row += len(rows)
             start, completes = sequence.computed, chunk.completes
-            sequence.computed += chunk.count
+            sequence.computed += chunk.count - len(chunk.draft)
             try:
                 if sequence.request.score:
                     _score(sequence, rows, start, completes)
                 elif completes:
-                    self._sample(sequence, rows[0])
+                    self._choose(chunk, rows)
             except NybbleError as error:
                 self._fail(sequence, error)
             if sequence.finished:
                 self._forget(sequence)
 
-    def _sample(self, sequence: Sequence, logits: NDArray[np.float32]) -> None:
-        chooser, wanted = self._choosers[sequence.request.id], sequence.request.params.logprobs
-        token = chooser.choose(logits, len(sequence.tokens))
+    def _choose(self, chunk: Chunk, rows: NDArray[np.float32]) -> None:
+        """The next token, and one after each of the draft's that was right: every position is chosen, in
+        order, as without a draft."""
+        sequence, draft = chunk.sequence, chunk.draft
+        right = 0
+        for row in rows:
+            token = self._sample(sequence, row)
+            if sequence.finished or right == len(draft) or token != draft[right]:
+                break
+            right += 1
+        sequence.computed += right
+        if draft and self._speculator is not None:
+            self._speculator.observe(sequence, len(draft), right)
+
+    def _sample(self, sequence: Sequence, logits: NDArray[np.float32]) -> int:
+        chooser, wanted = sequence.chooser, sequence.request.params.logprobs
+        assert chooser is not None
+        token = chooser.choose(logits, sequence.position)
         chooser.accept(token)
         logprobs = None
         if wanted is not None:
@@ -182,6 +221,7 @@ class Engine:
                 for i, (value, rank) in top_logprobs(logits, token, wanted).items()
             }
         sequence.append(token, logprobs, last=chooser.ended)
+        return token
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         if not isinstance(error, NybbleError):
@@ -195,7 +235,8 @@ class Engine:
     def _forget(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
         self._sequences.pop(sequence.request.id, None)
-        self._choosers.pop(sequence.request.id, None)
+        if self._speculator is not None:
+            self._speculator.forget(sequence)
 
     def _check(self, request: Request) -> int:
         """The most tokens of the answer."""
@@ -256,11 +297,16 @@ def build_batch(chunks: list[Chunk]) -> Batch:
 
 
 def _logit_rows(chunk: Chunk) -> range:
-    """The chunk's rows whose logits are needed: the last of all tokens for an answer; for a score every one
-    that has a next token."""
+    """The chunk's rows whose logits are needed: for an answer the last of all tokens and those of a draft
+    after it; for a score every one that has a next token."""
     if chunk.sequence.request.score:
         return range(chunk.count - chunk.completes)
-    return range(chunk.count - 1, chunk.count) if chunk.completes else range(0)
+    return range(chunk.count - 1 - len(chunk.draft), chunk.count) if chunk.completes else range(0)
+
+
+def _goes_on(chunk: Chunk) -> bool:
+    """Whether it is the last token of an answer that has begun."""
+    return chunk.count == 1 and chunk.sequence.num_output > 0
 
 
 def _score(sequence: Sequence, logits: NDArray[np.float32], start: int, completes: bool) -> None:

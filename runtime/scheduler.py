@@ -10,20 +10,23 @@ from .sequence import Sequence
 
 @dataclass(frozen=True)
 class Chunk:
-    """A sequence's tokens for one step: those from its `computed` on. Their pages are there."""
+    """A sequence's tokens for one step: those from its `computed` on, then a draft of those that may follow.
+    Their pages are there."""
 
     sequence: Sequence
-    count: int
+    count: int  # the draft's tokens included
+    draft: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> list[int]:
         computed = self.sequence.computed
-        return self.sequence.tokens[computed : computed + self.count]
+        tokens = self.sequence.tokens[computed : computed + self.count]
+        return [*tokens, *self.draft] if self.draft else tokens
 
     @property
     def completes(self) -> bool:
         """Whether the sequence's last token is among them, so that the next one can be chosen."""
-        return self.count == self.sequence.remaining
+        return self.count - len(self.draft) == self.sequence.remaining
 
 
 class Scheduler:
@@ -72,6 +75,15 @@ class Scheduler:
                 return chunks
             # Prompts in the middle of their prefill hold all pages: one has to wait.
             self._preempt()
+
+    def extend(self, chunk: Chunk, draft: list[int]) -> Chunk:
+        """The chunk with a draft after it, where there are pages for that; nobody is preempted for one."""
+        blocks, count = chunk.sequence.blocks, chunk.count + len(draft)
+        more = chunk.sequence.computed + count - blocks.num_tokens
+        if not draft or (more > 0 and blocks.pages_needed(more) > self._free_pages()):
+            return chunk
+        _reserve(chunk.sequence, count)
+        return Chunk(chunk.sequence, count, tuple(draft))
 
     def _decodes(self) -> list[Chunk]:
         chunks = []

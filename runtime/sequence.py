@@ -10,6 +10,7 @@ from ..kvcache import SequenceBlocks
 from .detokenizer import IncrementalDetokenizer, StopStrings
 from .outputs import CompletionOutput, FinishReason, Logprob, Piece, RequestOutput, Timings
 from .sampling_params import SamplingParams
+from .token_chooser import TokenChooser
 from .tokenizer import Tokenizer
 
 
@@ -42,6 +43,7 @@ class Sequence:
         *,
         max_tokens: int,
         stop_ids: frozenset[int],
+        chooser: TokenChooser | None = None,
     ) -> None:
         self.request = request
         self.blocks = blocks
@@ -49,6 +51,7 @@ class Sequence:
         self.computed = 0  # how many of them are in the cache
         self.max_tokens = max_tokens  # of the answer, bounded by the context
         self.stop_ids = stop_ids
+        self.chooser = chooser
         self.scores: list[float] = []
         self.pieces: deque[Piece] = deque()
         self.finish_reason: FinishReason | None = None
@@ -67,6 +70,11 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens that are not in the cache yet; 1 while decoding."""
         return len(self.tokens) - self.computed
+
+    @property
+    def position(self) -> int:
+        """Where the next token is in the text."""
+        return len(self.tokens)
 
     @property
     def num_output(self) -> int:

@@ -88,6 +88,10 @@ class TokenChooser:
         if self._constraint is not None:
             self._constraint.take_back(sum(token not in self._stop_ids for token in tokens))
 
+    def stops(self, token: int) -> bool:
+        """Whether the token ends the answer."""
+        return token in self._stop_ids
+
     def count_allowed(self, tokens: Sequence[int]) -> int:
         """How many of the tokens, from the first on, the constraint lets follow."""
         return len(tokens) if self._constraint is None else self._constraint.count_allowed(tokens)
