@@ -63,6 +63,11 @@ class DraftModelProposer:
         self._round = 0.0  # seconds of a step of the draft
         self._closed = False
 
+    @property
+    def pages_free(self) -> int:
+        """Free pages of the draft's cache, in the group that has fewest."""
+        return min(pool.num_free for pool in self._pools)
+
     def chances(self, answer: Answer, limit: int) -> Sequence[float]:
         if self._closed:
             return ()
@@ -167,7 +172,7 @@ class DraftModelProposer:
         token = chooser.choose(row, answer.position + len(draft))
         chooser.accept(token)
         draft.append(token)
-        return not chooser.stops(token)
+        return not (chooser.stops(token) or chooser.ended)
 
     def _reserve(self, state: _State, count: int) -> bool:
         try:

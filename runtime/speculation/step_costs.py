@@ -2,8 +2,11 @@
 
 from itertools import pairwise
 
-# What a new measurement weighs at least, of a step with more tokens and of one without.
-_NEW, _NEW_PLAIN = 0.1, 0.25
+# Measurements of a step with more tokens that count alike, and what one weighs after those: as texts grow all
+# steps grow alike, so that more of a difference is the plain step's than the ratio's.
+_LEARNING, _NEW = 8, 0.03
+# What a new measurement weighs for a plain step's time: of one, and of a step with more tokens.
+_NEW_PLAIN, _NEW_IMPLIED = 0.25, 0.15
 # Longer than this many times what was expected, the machine did something else.
 _OUTLIER = 2.0
 # Before anything is measured: what a token more adds to a step of one answer.
@@ -35,9 +38,10 @@ class StepCosts:
             return
         seen = self._seen[more] = self._seen.get(more, 0) + 1
         old = self._ratio.get(more, 1 + self._slope * more)
-        self._ratio[more] = old + max(_NEW, 1 / (seen + 1)) * (seconds / self.plain - old)
-        if seen > 8:  # while only such steps come, the texts grow longer all the same
-            self.plain += 0.05 * (seconds / old - self.plain)
+        weight = 1 / (seen + 1) if seen <= _LEARNING else _NEW
+        self._ratio[more] = old + weight * (seconds / self.plain - old)
+        if seen > _LEARNING:
+            self.plain += _NEW_IMPLIED * (seconds / old - self.plain)
         self._table = []
 
     def ratios(self, most: int) -> list[float]:
