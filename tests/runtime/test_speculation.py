@@ -272,7 +272,8 @@ def test_our_kernels_give_the_same_answers(
     }
     counting = Counting(made[kind]())
     assert run(Eager(counting), asked) == plain
-    if kind == "draft":  # the same bits, so the same choices, up to the token that ends an answer
+    # The same bits, so the same choices, up to the token that ends an answer.
+    if kind == "draft" and not any(params.stop for _, params in asked):
         assert counting.proposed - counting.accepted <= len(asked)
     # And as it decides for itself.
     assert run(Speculator(made[kind]()), asked) == plain
