@@ -91,6 +91,12 @@ class Tokenizer:
         text = self._special_tokens.get("eos_token")
         return None if text is None else self._tokenizer.token_to_id(text)
 
+    def has_tokens_of(self, other: "Tokenizer") -> bool:
+        """Whether every token of the other is one here, with the same id."""
+        own = self._tokenizer.get_vocab(with_added_tokens=True)
+        theirs = other._tokenizer.get_vocab(with_added_tokens=True)
+        return all(own.get(text) == i for text, i in theirs.items())
+
     @property
     def special_ids(self) -> frozenset[int]:
         return self._special_ids
