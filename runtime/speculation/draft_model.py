@@ -1,15 +1,15 @@
 """`DraftModelProposer`: a smaller model guesses what a larger one will say (https://arxiv.org/abs/2211.17192)."""
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...kvcache import BlockPool, OutOfPagesError, SequenceBlocks
+from ...kvcache import KvCache, OutOfPagesError, SequenceBlocks
 from ..batch import Batch
 from ..executor import Executor
+from ..page_copies import PageCopies
 from .acceptance import Acceptance
 from .proposer import Answer
 
@@ -18,8 +18,6 @@ BELIEF = 0.7
 # Below this chance of the next token, an answer's texts are not computed for the sake of guessing.
 HOPELESS = 0.3
 _FORGET = 0.2
-
-_log = logging.getLogger("nybble")
 
 
 class _State:
@@ -36,8 +34,7 @@ class DraftModelProposer:
     the target does, with the request's settings and random numbers, so that sampled answers agree as often
     as greedy ones. All answers' guesses are made together; what an answer said meanwhile is computed first.
 
-    `max_tokens` is the most that is computed in one of its steps, `vocab_size` the target's. A failure of the
-    draft's executor ends the guessing, with a line in the log, and nothing else.
+    `max_tokens` is the most that is computed in one of its steps, `vocab_size` the target's.
     """
 
     def __init__(
@@ -55,18 +52,13 @@ class DraftModelProposer:
         self._max_position = max_position or executor.spec.max_position
         self._clock = clock
         layout = executor.kv_layout
-        self._page_size = layout.page_size
-        groups = max(1, len(executor.spec.window_groups))
-        self._pools = tuple(BlockPool(layout.num_blocks) for _ in range(groups))
+        # What answers to the same prompt have in common is computed once.
+        self.cache = KvCache(layout.num_blocks, layout.page_size, executor.spec.window_groups or (None,))
+        self._copies = PageCopies(executor, self.cache)
         self._states: dict[Answer, _State] = {}
         self._overall = Acceptance((BELIEF,))
         self._round = 0.0  # seconds of a step of the draft
         self._closed = False
-
-    @property
-    def pages_free(self) -> int:
-        """Free pages of the draft's cache, in the group that has fewest."""
-        return min(pool.num_free for pool in self._pools)
 
     def chances(self, answer: Answer, limit: int) -> Sequence[float]:
         if self._closed:
@@ -109,10 +101,6 @@ class DraftModelProposer:
                     rows = self._run(
                         [(s, [drafts[p][-1]]) for s, p in zip(states, ready, strict=True)], states
                     )
-        except Exception as error:
-            _log.warning("the draft model failed, and guesses no more: %s", error)
-            self.close()
-            return [[] for _ in answers]
         finally:
             for place in active:
                 chooser = answers[place].chooser
@@ -153,10 +141,12 @@ class DraftModelProposer:
         state = self._states.get(answer)
         if state is None:
             belief = self._overall.share(0)
-            blocks = SequenceBlocks(self._pools, self._page_size)
-            state = self._states[answer] = _State(answer.tokens, blocks, belief)
+            state = self._states[answer] = _State(answer.tokens, self.cache.sequence(), belief)
+            state.computed = self.cache.adopt(state.blocks, state.tokens)
         elif state.tokens is not answer.tokens:  # the text goes on from another beginning
-            state.tokens, state.computed, state.guessed = answer.tokens, 0, []
+            state.blocks.release()
+            state.tokens, state.guessed = answer.tokens, []
+            state.computed = self.cache.adopt(state.blocks, state.tokens)
         for token in state.guessed:
             # The last token has to run, so that its logits are there.
             if state.computed >= len(state.tokens) - 1 or state.tokens[state.computed] != token:
@@ -188,7 +178,7 @@ class DraftModelProposer:
         [vocab] each."""
         ids: list[int] = []
         begins, past, rows = [0], [], []
-        slots: list[list[int]] = [[] for _ in self._pools]
+        slots: list[list[int]] = [[] for _ in range(self.cache.num_groups)]
         width = max(state.blocks.num_pages for state, _ in chunks)
         table = np.full((len(slots), len(chunks), width), -1, np.int32)
         for number, (state, tokens) in enumerate(chunks):
@@ -201,6 +191,7 @@ class DraftModelProposer:
             begins.append(len(ids))
             if any(state is other for other in wanted):
                 rows.append(len(ids) - 1)
+        self._copies.make()
         logits = self._executor.step(
             Batch(
                 token_ids=np.array(ids, np.int32),
@@ -215,6 +206,7 @@ class DraftModelProposer:
             text = len(state.tokens) - state.computed
             state.computed += min(text, len(tokens))
             state.guessed += tokens[text:]
+            self.cache.insert(state.blocks, state.tokens, state.computed)
         return [self._fit(row) for row in logits]
 
     def _fit(self, row: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -1,10 +1,13 @@
 """`Speculator`: how much is guessed, for whom, in a step."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
 from .proposer import Answer, Proposer
 from .step_costs import StepCosts
+
+log = logging.getLogger("nybble")
 
 # Tokens of a guess, and of all guesses of a step.
 MAX_DRAFT, MAX_DRAFTS = 15, 48
@@ -18,7 +21,9 @@ PROBE_AFTER = 96
 
 class Speculator:
     """Chooses, in each step, the guesses that make most tokens a second: from the chances that the proposer
-    sees and what steps with more tokens were measured to take. Where none pays, nothing is guessed."""
+    sees and what steps with more tokens were measured to take. Where none pays, nothing is guessed. A failure
+    of the proposer, such as of a draft's executor, ends the guessing, with a line in the log, and no
+    request."""
 
     def __init__(
         self,
@@ -34,14 +39,27 @@ class Speculator:
         self._costs: dict[int, StepCosts] = {}
         self._spent = 0.0  # seconds of this step's guessing
         self._waited = 0  # steps without a guess
+        self.failure: Exception | None = None  # what ended the guessing
 
     def propose(self, answers: Sequence[Answer], limits: Sequence[int], room: int) -> list[list[int]]:
         """What may come next in each of the answers, all tokens of which but the last are in the cache: at
         most `limits` tokens, and `room` for all. Asked once in a step, for all that go on in it."""
-        if self._waited > QUIET_AFTER and self._waited % LOOK_EVERY:
+        if self.failure is not None or (self._waited > QUIET_AFTER and self._waited % LOOK_EVERY):
             self._waited, self._spent = self._waited + 1, 0.0
             return [[] for _ in answers]
         started = self._clock()
+        try:
+            drafts = self._guess(answers, limits, room)
+        except Exception as error:
+            # Guesses are never needed.
+            log.warning("speculation failed, and is off from now on: %s", error)
+            self.failure = error
+            self._proposer.close()
+            drafts = [[] for _ in answers]
+        self._spent = self._clock() - started
+        return drafts
+
+    def _guess(self, answers: Sequence[Answer], limits: Sequence[int], room: int) -> list[list[int]]:
         chances = [
             self._proposer.chances(answer, min(limit, MAX_DRAFT)) if limit > 0 else ()
             for answer, limit in zip(answers, limits, strict=True)
@@ -53,7 +71,6 @@ class Speculator:
             # What the answer's grammar forbids need not be checked.
             if draft and answer.chooser is not None:
                 drafts[place] = draft[: answer.chooser.count_allowed(draft)]
-        self._spent = self._clock() - started
         return drafts
 
     def observe(self, answer: Answer, proposed: int, accepted: int) -> None:

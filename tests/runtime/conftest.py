@@ -125,6 +125,7 @@ class NumpyExecutor:
         self.steps: list[Batch] = []
         self.fail_at: dict[int, BaseException] = {}
         self.closed = False
+        self.weight_bytes = self.weights.nbytes
 
     def allocate_kv(self, num_blocks: int, page_size: int, kv_dtype: str = "f32") -> None:
         groups = len(self.spec.window_groups)
@@ -151,7 +152,8 @@ class NumpyExecutor:
                 slot = batch.slot_mapping[group, t]
                 self.cache[0, layer, slot], self.cache[1, layer, slot] = k @ hidden[t], v @ hidden[t]
             for t in range(len(hidden)):
-                where = np.arange(positions[t] + 1)
+                window = self.spec.sliding_windows[layer]
+                where = np.arange(positions[t] + 1)[-(window or 0) :]
                 pages = batch.block_table[group, owners[t], where // self.kv_layout.page_size]
                 assert (pages >= 0).all()
                 slots = pages * self.kv_layout.page_size + where % self.kv_layout.page_size
@@ -160,6 +162,13 @@ class NumpyExecutor:
                     q @ hidden[t], keys, values, self.spec.sliding_windows[layer]
                 )
         return (hidden[batch.logit_rows] @ self.embedding.T * 2).astype(np.float32)
+
+    def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32], group: int | None = None) -> None:
+        size = self.kv_layout.page_size
+        layers = [layer for layer, of in enumerate(self.groups) if group is None or of == group]
+        for layer in layers:
+            pages = self.cache[:, layer].reshape(2, -1, size, self.size)
+            pages[:, dst] = pages[:, src]
 
     def embed(self, token: int, position: int) -> NDArray[np.float64]:
         return self.embedding[token] + np.sin(position * 1.7 ** -np.arange(self.size))

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nybble.errors import DoesNotFitError, ExecutorError, RequestError, SettingError
-from nybble.kvcache import BlockPool, SequenceBlocks
+from nybble.kvcache import KvCache
 from nybble.runtime.engine import Engine, build_batch
 from nybble.runtime.sampler import sample
 from nybble.runtime.sampling_params import ResolvedSampling, SamplingParams
@@ -30,14 +30,12 @@ def make_engine(make_executor: Make, byte_tokenizer: Tokenizer) -> Make:
 
 
 def test_a_batch_is_arrays_that_kernels_read(byte_tokenizer: Tokenizer) -> None:
-    pools = [BlockPool(9), BlockPool(9)]
-    pools[1].allocate(1)
+    cache = KvCache(9, 4, (None, 16))
+    cache.pools[1].allocate(1)
     chunks = []
     for number, (computed, length) in enumerate(((0, 5), (9, 10), (2, 9))):
         request = Request(str(number), tuple(range(length)))
-        sequence = Sequence(
-            request, byte_tokenizer, SequenceBlocks(pools, 4), max_tokens=1, stop_ids=frozenset()
-        )
+        sequence = Sequence(request, byte_tokenizer, cache.sequence(), max_tokens=1, stop_ids=frozenset())
         sequence.blocks.append(length)
         sequence.computed = computed
         chunks.append(Chunk(sequence, 3 if computed == 2 else length - computed))
@@ -173,8 +171,9 @@ def test_any_traffic_gives_each_request_its_own_tokens_and_all_pages_back(
 
 
 def check_pages(engine: Engine, live: list[Sequence], blocks: int) -> None:
-    held = [page for sequence in live for page in sequence.blocks.tables[0]]
-    assert len(held) == len(set(held)) == blocks - engine.pages_free
+    held = {page for sequence in live for page in sequence.blocks.tables[0]}
+    assert len(held) == blocks - engine.pages_free
+    engine.cache.check()
 
 
 def test_pages_grow_with_the_sequence(make_engine: Make, make_executor: Make) -> None:
@@ -228,7 +227,7 @@ def test_a_preempted_request_comes_before_later_ones(make_engine: Make, make_exe
 def test_a_prompt_waits_until_there_are_pages_for_all_of_it(make_engine: Make, make_executor: Make) -> None:
     engine = make_engine(make_executor(10, 4), max_model_len=40, max_batch_tokens=12)
     older = engine.add(Request("a", (7,) * 32, SamplingParams(max_tokens=1)))
-    younger = engine.add(Request("b", (7,) * 10, SamplingParams(max_tokens=1)))
+    younger = engine.add(Request("b", (8,) * 10, SamplingParams(max_tokens=1)))
     pages = []
     while engine.has_work:
         engine.step()
@@ -238,7 +237,7 @@ def test_a_prompt_waits_until_there_are_pages_for_all_of_it(make_engine: Make, m
 
 def test_decodes_come_first_and_prompts_fill_the_budget(make_engine: Make, make_executor: Make) -> None:
     executor = make_executor()
-    engine = make_engine(executor, max_batch_tokens=6, eos_token_ids=[])
+    engine = make_engine(executor, max_batch_tokens=6, eos_token_ids=[], target_token_ms=1e9)
     engine.add(Request("a", (3, 4), SamplingParams(max_tokens=30)))
     engine.step()
     engine.add(Request("b", tuple(PROMPT), SamplingParams(max_tokens=30)))
