@@ -265,7 +265,7 @@ class Engine:
             if other.ended:
                 self._retire(other)
 
-    def _propose(self, sequences: Listed[Sequence], room: int) -> list[list[int]]:
+    def _propose(self, sequences: Listed[Sequence], room: int) -> Listed[Listed[int]]:
         assert self._speculator is not None
         limits = [
             min(s.max_tokens - s.num_output, self._max_model_len - len(s.tokens)) - 1 if s.num_output else 0

@@ -13,10 +13,10 @@ from .proposer import Answer
 LENGTHS = (2, 3, 4, 6, 10, 18)
 BELIEFS = (0.2, 0.3, 0.5, 0.65, 0.8, 0.9)
 KIND = tuple(max(0, bisect_right(LENGTHS, length) - 1) for length in range(64))
-# Tokens of a prompt that are indexed in a step, for all answers together: a fraction of a millisecond.
+# Tokens of a prompt that are indexed in a step: a fraction of a millisecond.
 INDEXED_AT_ONCE = 256
 # Chances below this are not worth a look.
-UNLIKELY = 0.03
+UNLIKELY = 0.05
 
 
 class _State:
@@ -33,7 +33,6 @@ class NgramProposer:
 
     def __init__(self) -> None:
         self._states: dict[Answer, _State] = {}
-        self._left = INDEXED_AT_ONCE
 
     def chances(self, answer: Answer, limit: int) -> Sequence[float]:
         state = self._states.get(answer)
@@ -52,7 +51,6 @@ class NgramProposer:
         return found
 
     def draft(self, answers: Sequence[Answer], counts: Sequence[int]) -> list[list[int]]:
-        self._left = INDEXED_AT_ONCE  # of the next step
         return [
             self._states[answer].index.follow(count) if count else []
             for answer, count in zip(answers, counts, strict=True)
@@ -76,8 +74,7 @@ class NgramProposer:
         there = len(index.tokens)
         missing = len(tokens) - there
         if missing > 16:
-            count = min(missing, self._left)
-            self._left -= count
+            count = min(missing, INDEXED_AT_ONCE)
             index.extend(tokens[there : there + count])
             return count == missing
         for token in tokens[there:]:

@@ -41,31 +41,34 @@ class Speculator:
         self._waited = 0  # steps without a guess
         self.failure: Exception | None = None  # what ended the guessing
 
-    def propose(self, answers: Sequence[Answer], limits: Sequence[int], room: int) -> list[list[int]]:
+    def propose(self, answers: Sequence[Answer], limits: Sequence[int], room: int) -> Sequence[Sequence[int]]:
         """What may come next in each of the answers, all tokens of which but the last are in the cache: at
         most `limits` tokens, and `room` for all. Asked once in a step, for all that go on in it."""
         if self.failure is not None or (self._waited > QUIET_AFTER and self._waited % LOOK_EVERY):
             self._waited, self._spent = self._waited + 1, 0.0
-            return [[] for _ in answers]
+            return [()] * len(answers)
         started = self._clock()
+        drafts: Sequence[Sequence[int]] = [()] * len(answers)
         try:
-            drafts = self._guess(answers, limits, room)
+            chances = [
+                self._proposer.chances(answer, min(limit, MAX_DRAFT)) if limit > 0 else ()
+                for answer, limit in zip(answers, limits, strict=True)
+            ]
+            self._waited += 1
+            if any(chances):
+                counts = self._choose(chances, min(room, self._max_rows))
+                if any(counts):
+                    self._waited = 0
+                    drafts = self._draft(answers, counts)
         except Exception as error:
             # Guesses are never needed.
             log.warning("speculation failed, and is off from now on: %s", error)
             self.failure = error
             self._proposer.close()
-            drafts = [[] for _ in answers]
         self._spent = self._clock() - started
         return drafts
 
-    def _guess(self, answers: Sequence[Answer], limits: Sequence[int], room: int) -> list[list[int]]:
-        chances = [
-            self._proposer.chances(answer, min(limit, MAX_DRAFT)) if limit > 0 else ()
-            for answer, limit in zip(answers, limits, strict=True)
-        ]
-        counts = self._choose(chances, min(room, self._max_rows)) if any(chances) else [0] * len(answers)
-        self._waited = 0 if any(counts) else self._waited + 1
+    def _draft(self, answers: Sequence[Answer], counts: Sequence[int]) -> list[list[int]]:
         drafts = self._proposer.draft(answers, counts)
         for place, (answer, draft) in enumerate(zip(answers, drafts, strict=True)):
             # What the answer's grammar forbids need not be checked.

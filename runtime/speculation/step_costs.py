@@ -29,9 +29,9 @@ class StepCosts:
         """A step with so many more tokens took that long."""
         if seconds <= 0:
             return
-        if self.plain == 0.0:
-            self.plain = seconds / self.ratios(more)[more]
-        expected = self.ratios(more)[more] * self.plain
+        expected = self.ratios(more)[more] * self.plain if more else self.plain
+        if expected == 0.0:  # the first one
+            self.plain, expected = seconds / self.ratios(more)[more], seconds
         seconds = min(seconds, _OUTLIER * expected)
         if more == 0:
             self.plain += _NEW_PLAIN * (seconds - self.plain)
