@@ -8,12 +8,19 @@ from .outputs import Logprob
 from .sampler import log_softmax, top_logprobs
 from .sequence import Sequence
 from .sequence_state import Chunk
+from .speculation import Speculator
 from .statistics import StatisticsRecorder
 
 Rows = NDArray[np.float32]
 
 
-def choose_tokens(chunk: Chunk[Sequence], rows: Rows, recorder: StatisticsRecorder, now: float) -> int:
+def choose_tokens(
+    chunk: Chunk[Sequence],
+    rows: Rows,
+    recorder: StatisticsRecorder,
+    now: float,
+    speculator: Speculator | None = None,
+) -> int:
     """Appends the next token, and where the chunk has a draft one after each token of it that was right:
     every position is sampled, in order, as without one. `rows` [1 + draft, vocab] float32. Returns how many
     of the chunk's tokens stay."""
@@ -24,9 +31,9 @@ def choose_tokens(chunk: Chunk[Sequence], rows: Rows, recorder: StatisticsRecord
         if sequence.ended or right == len(draft) or token != draft[right]:
             break
         right += 1
-    if draft and sequence.proposer is not None:
+    if draft and speculator is not None:
         recorder.accepted_tokens += right
-        sequence.proposer.observe(sequence, len(draft), right)
+        speculator.observe(sequence, len(draft), right)
     return chunk.count - len(draft) + right
 
 
@@ -45,7 +52,7 @@ def _choose(sequence: Sequence, row: Rows, recorder: StatisticsRecorder, now: fl
         value = log_softmax(row)[token] if logprobs is None else logprobs[token].logprob
         sequence.cumulative_logprob += float(value)
     recorder.token(sequence, now)
-    sequence.append(token, logprobs, now)
+    sequence.append(token, logprobs, now, last=sequence.chooser.ended)
     return token
 
 

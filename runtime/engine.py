@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Listed
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,14 @@ from ..errors import AllocationError, ExecutorError, NybbleError, RequestError, 
 from ..kvcache import KvCache
 from .answering import choose_tokens, score_tokens
 from .batch_building import build_batch, logit_rows
+from .constraint import Constraints
 from .executor import Executor
 from .page_copies import PageCopies
-from .proposer import ProposerFor
 from .request_limits import RequestLimits, slid
 from .scheduler import AGEING_SECONDS, Scheduler
 from .sequence import Request, Sequence
 from .sequence_state import Chunk, shape_of
+from .speculation import Speculator
 from .statistics import EngineStatistics, StatisticsRecorder, StepStatistics
 from .swapper import Swapper
 from .token_chooser import TokenChooser
@@ -43,7 +45,7 @@ class Engine:
       before, and the fewest tokens for which it is.
     - `swap_bytes`: host memory for what preempted sequences had computed, where the executor says that this
       is cheaper than to compute it again; by default as much as the cache has.
-    - `proposer_for`: gives each request what drafts its tokens, or None.
+    - `speculator`: what guesses tokens ahead, or None.
     - `bandwidth`: bytes a second that the machine can read, for the statistics.
     - `on_step`, `on_end`: called after each step, and with the first sequence of each request that ended.
     """
@@ -65,7 +67,7 @@ class Engine:
         share_prefixes: bool = True,
         min_shared_tokens: int | None = None,
         swap_bytes: int | None = None,
-        proposer_for: ProposerFor | None = None,
+        speculator: Speculator | None = None,
         bandwidth: float | None = None,
         on_step: Callable[[StepStatistics], None] | None = None,
         on_end: Callable[[Sequence], None] | None = None,
@@ -90,7 +92,8 @@ class Engine:
         self._max_score_tokens = max(1, SCORE_LOGITS_BYTES // (4 * self._vocab_size))
         self._eos = frozenset(eos_token_ids)
         self._generation_config = dict(generation_config or {})
-        self._proposer_for, self._clock = proposer_for, clock
+        self._constraints = Constraints(tokenizer, self._vocab_size, self._eos)
+        self._speculator, self._clock = speculator, clock
         self._on_step, self._on_end = on_step, on_end
         self.cache = KvCache(
             layout.num_blocks, layout.page_size, spec.window_groups or (None,),
@@ -109,7 +112,7 @@ class Engine:
             max_waiting_tokens=max_waiting_tokens,
             target_seconds=None if target_token_ms is None else target_token_ms / 1e3,
             ageing_seconds=ageing_seconds,
-            propose=None if proposer_for is None else self._propose,
+            propose=None if speculator is None else self._propose,
             swapper=self._swapper,
             clock=clock,
         )
@@ -122,7 +125,6 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}  # the first of each request
         self._stepping = False
         self._aborts: list[str] = []  # asked for inside a step
-        self._broken: list[tuple[Sequence, Exception]] = []  # by their proposer, in this step
 
     @property
     def has_work(self) -> bool:
@@ -156,7 +158,6 @@ class Engine:
             max_tokens=max_tokens,
             stop_ids=stop_ids,
             chooser=self._make_chooser(request, stop_ids),
-            proposer=None if self._proposer_for is None else self._proposer_for(request),
             chunk_limit=self._max_score_tokens,
             clock=self._clock,
         )
@@ -172,14 +173,10 @@ class Engine:
         started, self._stepping = self._clock(), True
         try:
             plan = self._scheduler.schedule()
-            for sequence, reason in plan.failed + self._broken:
+            for sequence, reason in plan.failed:
                 self._fail(sequence, reason)
-            chunks = plan.chunks
-            if self._broken:
-                self._broken = []
-                chunks = [chunk for chunk in chunks if not chunk.sequence.ended]
-            if chunks:
-                self._advance(chunks, started)
+            if plan.chunks:
+                self._advance(plan.chunks, started)
         finally:
             self._stepping = False
             while self._aborts:
@@ -218,6 +215,8 @@ class Engine:
             self._commit(chunks, logits, now)
             step = StepStatistics(shape, self._clock() - started, now - before)
             self._scheduler.observe(shape, step.seconds)
+            if self._speculator is not None and not shape.prefills:
+                self._speculator.observe_step(shape.decodes, shape.draft_tokens, step.seconds)
             self._recorder.step(step, chunks)
             if self._on_step is not None:
                 self._on_step(step)
@@ -254,7 +253,7 @@ class Engine:
             self._scheduler.advance(chunk, chunk.count)
         else:
             forks = sequence.num_output == 0 and request.samples > 1
-            kept = choose_tokens(chunk, rows, self._recorder, now)
+            kept = choose_tokens(chunk, rows, self._recorder, now, self._speculator)
             self._scheduler.advance(chunk, kept)
             if forks:
                 self._fork(sequence, rows, now)
@@ -274,20 +273,13 @@ class Engine:
             if other.ended:
                 self._retire(other)
 
-    def _propose(self, sequence: Sequence, limit: int) -> list[int]:
-        proposer = sequence.proposer
-        limit = min(
-            limit,
-            sequence.max_tokens - sequence.num_output - 1,
-            self._max_model_len - len(sequence.tokens) - 1,
-        )
-        if proposer is None or limit < 1:
-            return []
-        try:
-            return proposer.propose(sequence, limit)[:limit]
-        except Exception as error:
-            self._broken.append((sequence, error))
-            return []
+    def _propose(self, sequences: Listed[Sequence], room: int) -> Listed[Listed[int]]:
+        assert self._speculator is not None
+        limits = [
+            min(s.max_tokens - s.num_output, self._max_model_len - len(s.tokens)) - 1 if s.num_output else 0
+            for s in sequences  # several answers begin together, where the prompt ends
+        ]
+        return self._speculator.propose(sequences, limits, room)
 
     def _make_chooser(self, request: Request, stop_ids: frozenset[int]) -> TokenChooser:
         params = request.params
@@ -299,6 +291,7 @@ class Engine:
             stop_ids=stop_ids,
             min_tokens=params.min_tokens,
             logit_bias=params.logit_bias,
+            constraint=self._constraints.start(params),
         )
 
     def _fail_all(self, chunks: list[Chunk[Sequence]], error: Exception) -> None:
@@ -321,8 +314,8 @@ class Engine:
     def _retire(self, sequence: Sequence) -> None:
         """An answer has ended."""
         self._scheduler.remove(sequence)
-        if sequence.proposer is not None:
-            sequence.proposer.close()
+        if self._speculator is not None:
+            self._speculator.forget(sequence)
         first = sequence.first
         if first.finished and self._sequences.pop(sequence.request.id, None) is not None:
             self._recorder.end(first)

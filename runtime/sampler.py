@@ -77,7 +77,10 @@ def _changed(
 ) -> Logits:
     """A copy of the row, changed in the order that vLLM has: bias, repetition penalty, frequency and presence
     penalty. Tokens that cannot be chosen become -inf, which no order changes."""
-    logits = logits.copy()
+    if changes is not None and changes.allowed is not None:
+        logits = np.where(changes.allowed, logits, np.float32(-np.inf))
+    else:
+        logits = logits.copy()
     if changes is not None and changes.bias is not None:
         tokens, values = changes.bias
         logits[tokens] += values
@@ -88,8 +91,6 @@ def _changed(
         tokens, times = changes.counts
         logits[tokens] -= np.float32(sampling.frequency_penalty) * times
         logits[tokens] -= np.float32(sampling.presence_penalty)
-    if changes is not None and changes.allowed is not None:
-        logits[~changes.allowed] = -np.inf
     logits[list(banned)] = -np.inf
     return logits
 

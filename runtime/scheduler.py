@@ -28,7 +28,7 @@ _LOOKAHEAD = 32
 # Steps in which nothing could run although there was something, before a request fails by it.
 _STALLED = 8
 _order = attrgetter("order")
-Propose = Callable[[State, int], Sequence[int]]
+Propose = Callable[[Sequence[State], int], Sequence[Sequence[int]]]
 
 
 @dataclass
@@ -50,8 +50,8 @@ class Scheduler(Generic[State]):
     in the order, which waits again and is computed anew, but for what the prefix tree still has of it. A
     waiting one of a higher class than the last running one takes its place.
 
-    `propose(sequence, limit)` gives at most `limit` draft tokens for a sequence that decodes. `swapper` keeps
-    what preempted sequences had computed, where that is cheaper than computing it again.
+    `propose(sequences, room)` gives a draft for each of those that decode, `room` tokens at most in all.
+    `swapper` keeps what preempted sequences had computed, where that is cheaper than computing it again.
     """
 
     def __init__(
@@ -199,20 +199,14 @@ class Scheduler(Generic[State]):
         if self._propose is None:
             return [Chunk(sequence, 1) for sequence in decoding]
         chunks = []
-        for sequence in decoding:
-            draft = self._draft(sequence, self._budget.left // len(decoding))
+        for sequence, draft in zip(decoding, self._propose(decoding, self._budget.left), strict=True):
+            # Nobody is preempted for a draft.
+            if not draft or not self._pages.reserve(sequence, 1 + len(draft)):
+                chunks.append(Chunk(sequence, 1))
+                continue
             self._budget.take(len(draft), sequence.computed, prompt=False)
             chunks.append(Chunk(sequence, 1 + len(draft), draft))
         return chunks
-
-    def _draft(self, sequence: State, limit: int) -> Sequence[int]:
-        """A draft with its pages. Nobody is preempted for one."""
-        if limit < 1 or self._propose is None:
-            return ()
-        draft = self._propose(sequence, limit)
-        if not draft or not self._pages.reserve(sequence, 1 + len(draft)):
-            return ()
-        return draft
 
     def _prefills(self, chunks: list[Chunk[State]]) -> None:
         for sequence in self.running:

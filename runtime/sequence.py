@@ -11,7 +11,6 @@ from ..errors import NybbleError
 from ..kvcache import SequenceBlocks
 from .detokenizer import IncrementalDetokenizer, StopStrings
 from .outputs import CompletionOutput, FinishReason, Logprob, Piece, RequestOutput, Timings
-from .proposer import Proposer
 from .sampling_params import SamplingParams
 from .sequence_state import SequenceState
 from .token_chooser import TokenChooser
@@ -67,7 +66,6 @@ class Sequence(SequenceState):
         max_tokens: int,
         stop_ids: frozenset[int],
         chooser: TokenChooser | None = None,
-        proposer: Proposer | None = None,
         first: "Sequence | None" = None,
         index: int = 0,
         chunk_limit: int | None = None,
@@ -87,7 +85,6 @@ class Sequence(SequenceState):
         self.max_tokens = max_tokens  # of the answer
         self.stop_ids = stop_ids
         self.chooser = chooser
-        self.proposer = proposer
         self.output_ids: list[int] = []
         self.cumulative_logprob = 0.0  # of the answer; only where answers are ranked by it
         self.scores: list[float] = []
@@ -145,7 +142,6 @@ class Sequence(SequenceState):
             max_tokens=self.max_tokens,
             stop_ids=self.stop_ids,
             chooser=None if self.chooser is None else self.chooser.fork(index),
-            proposer=None if self.proposer is None else self.proposer.fork(),
             first=self,
             index=index,
             clock=self._clock,
@@ -154,8 +150,16 @@ class Sequence(SequenceState):
         self._others.append(other)
         return other
 
-    def append(self, token: int, logprobs: dict[int, Logprob] | None, now: float | None = None) -> None:
-        """Takes the next token, chosen at `now`, and finishes when it is the last one."""
+    def append(
+        self,
+        token: int,
+        logprobs: dict[int, Logprob] | None,
+        now: float | None = None,
+        *,
+        last: bool = False,
+    ) -> None:
+        """Takes the next token, chosen at `now`, and finishes when it is the last one: `last`, a stop token,
+        completes a stop string, or `max_tokens` are there."""
         self.last_token_at = self._clock() if now is None else now
         if self._first_token_at is None:
             self._first_token_at = self.last_token_at
@@ -170,10 +174,10 @@ class Sequence(SequenceState):
                 self._finish("stop", token if token in self.request.params.stop_token_ids else None)
         else:
             self._show(self._detokenizer.push(token))
-            if not self.ended and self.num_output >= self.max_tokens:
+            if not self.ended and (last or self.num_output >= self.max_tokens):
                 self._show(self._detokenizer.finish())
                 if not self.ended:
-                    self._finish("length", None)
+                    self._finish("stop" if last else "length", None)
         text = "".join(self._text[self._shown :])
         self._shown = len(self._text)
         self.pieces.append(Piece(text, token, self.finish_reason, self.index))

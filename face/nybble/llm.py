@@ -38,6 +38,9 @@ class LLM:
       "f32", "f16", or on our kernels "int8".
     - `cache`: whether our kernels keep the weights as they read them in a file, in the artifact's folder
       `cache` or else the user's cache folder, and map that file from then on.
+    - `speculation`: what guesses tokens ahead, which changes none of them: "ngram", the text itself; the path
+      of a smaller model with the same tokens, which counts toward the memory budget; "off"; "auto", "ngram"
+      on our kernels. As much is guessed as is measured to pay.
 
     What is not given comes from the device. Raises `ModelFormatError` for a path that is no sound model,
     `DoesNotFitError` with the numbers before loading what is too large, `SettingError` for settings.
@@ -59,6 +62,7 @@ class LLM:
         max_sequences: int = 16,
         kv_dtype: str | None = None,
         cache: bool = True,
+        speculation: str | Path = "auto",
     ) -> None:
         loaded = load(
             path,
@@ -73,6 +77,7 @@ class LLM:
             max_sequences=max_sequences,
             kv_dtype=kv_dtype,
             cache=cache,
+            speculation=speculation,
         )
         self._start(loaded)
 
@@ -93,6 +98,7 @@ class LLM:
             max_sequences=loaded.max_sequences,
             eos_token_ids=loaded.eos_token_ids,
             generation_config=loaded.generation_config,
+            speculator=loaded.speculator,
         )
         self._ids = itertools.count()
         self._lock = threading.RLock()
@@ -214,7 +220,7 @@ class LLM:
             if not self._closed:
                 self._closed = True
                 self._engine.abort_all()
-                self._loaded.executor.close()
+                self._loaded.close()
 
     def __enter__(self) -> Self:
         return self

@@ -1,11 +1,13 @@
 """The engine on the real executor under random traffic: each request's tokens are those that it has alone,
 and the cache's books are right after every step."""
 
+from collections.abc import Sequence as Listed
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+from eager import Eager
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -74,33 +76,40 @@ class Oracle:
 
 
 class Guesser:
-    """Drafts what the answer will be, with mistakes."""
+    """Drafts what answers will be, with mistakes."""
 
-    def __init__(self, oracle: Oracle, request: Request) -> None:
-        self._answers = oracle.of(request)
-        self.closed = False
+    def __init__(self, oracle: Oracle) -> None:
+        self._oracle = oracle
+        self.ended: set[Sequence] = set()
 
-    def propose(self, sequence: Sequence, limit: int) -> list[int]:
-        assert not self.closed
+    def chances(self, sequence: Sequence, limit: int) -> list[float]:
+        assert sequence not in self.ended
         assert sequence.computed == len(sequence.tokens) - 1
-        begin, length = sequence.num_output, 1 + hash((sequence.num_output, sequence.index)) % 6
-        draft = list(self._answers[sequence.index][begin : begin + min(length, limit)])
-        if begin % 3 == 0 and draft:
-            draft[begin % len(draft)] = 1
-        return draft
+        length = 1 + hash((sequence.num_output, sequence.index)) % 6
+        return [1.0] * min(limit, length)
+
+    def draft(self, sequences: Listed[Sequence], counts: Listed[int]) -> list[list[int]]:
+        drafts = []
+        for sequence, count in zip(sequences, counts, strict=True):
+            begin = sequence.num_output
+            answer = self._oracle.of(sequence.request)[sequence.index] if count else ()
+            draft = list(answer[begin : begin + count])
+            if begin % 3 == 0 and draft:
+                draft[begin % len(draft)] = 1
+            drafts.append(draft)
+        return drafts
 
     def observe(self, sequence: Sequence, proposed: int, accepted: int) -> None:
         assert 0 <= accepted <= proposed
 
-    def fork(self) -> "Guesser":
-        assert not self.closed
-        other = object.__new__(Guesser)
-        other._answers, other.closed = self._answers, False
-        return other
+    def seconds(self, length: int) -> float:
+        return 0.0
 
-    def close(self) -> None:
-        assert not self.closed
-        self.closed = True
+    def forget(self, sequence: Sequence) -> None:
+        assert sequence not in self.ended
+        self.ended.add(sequence)
+
+    def close(self) -> None: ...
 
 
 STEMS = [tuple(np.random.default_rng(seed).integers(1, 64, 80).tolist()) for seed in range(3)]
@@ -150,6 +159,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.faulty.swaps = swaps
         self.now = 0.0
         self.max_sequences, self.max_batch_tokens = max_sequences, max_batch_tokens
+        self.speculator = Eager(Guesser(self.oracle)) if drafts else None
         self.engine = Engine(
             self.faulty,  # type: ignore[arg-type]
             self.tokenizer,
@@ -160,7 +170,7 @@ class EngineMachine(RuleBasedStateMachine):
             share_prefixes=share,
             max_waiting=max_waiting,
             target_token_ms=target_ms,
-            proposer_for=(lambda request: Guesser(self.oracle, request)) if drafts else None,
+            speculator=self.speculator,
             clock=lambda: self.now,
         )
         self.asked: dict[str, tuple[Asked, Sequence]] = {}
@@ -287,6 +297,7 @@ class EngineMachine(RuleBasedStateMachine):
             else:
                 for mine, whole in zip(found, expected, strict=False):
                     assert mine == whole[: len(mine)]
+        assert self.speculator is None or self.speculator.failure is None
         cache = self.engine.cache
         for tokens in self.pinned:
             cache.unpin(tokens)

@@ -1,6 +1,7 @@
 """The scheduler and the cache without a model."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -322,15 +323,15 @@ def test_what_pinned_prefixes_leave_no_room_for_fails_with_the_numbers() -> None
 def test_drafts_take_no_pages_from_others() -> None:
     proposed: list[int] = []
 
-    def propose(sequence: SequenceState, limit: int) -> list[int]:
-        proposed.append(limit)
-        return [7] * limit
+    def propose(sequences: Sequence[SequenceState], room: int) -> list[list[int]]:
+        proposed.append(room)
+        return [[7] * (room // len(sequences)) for _ in sequences]
 
     driver = Driver(pages=6, propose=propose, max_batch_tokens=64, share_prefixes=False)
     one, two = driver.add(prompt(0, 10), 10), driver.add(prompt(1, 10), 10)
     driver.step()
     plan = driver.scheduler.schedule()
-    assert proposed == [31, 31]
+    assert proposed[-1] == 62
     # Six pages are held, with room for two tokens each: for none of the drafts.
     assert [(chunk.sequence, chunk.count, list(chunk.draft)) for chunk in plan.chunks] == [
         (one, 1, []),
@@ -339,7 +340,7 @@ def test_drafts_take_no_pages_from_others() -> None:
 
 
 def test_a_rejected_draft_gives_its_pages_back() -> None:
-    driver = Driver(pages=16, propose=lambda sequence, limit: [7] * min(limit, 9))
+    driver = Driver(pages=16, propose=lambda sequences, room: [[7] * 9 for _ in sequences])
     sequence = driver.add(prompt(0, 10), 10)
     driver.step()
     (chunk,) = driver.scheduler.schedule().chunks
