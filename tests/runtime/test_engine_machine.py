@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from numpy.typing import NDArray
 from small_models import small_executor
 
-from nybble.errors import DeadlineExceeded, DoesNotFitError, QueueFull
+from nybble.errors import DeadlineExceeded, QueueFull
 from nybble.kvcache import OutOfPagesError
 from nybble.runtime.batch import Batch
 from nybble.runtime.cpu_executor import CpuExecutor
@@ -61,7 +61,7 @@ class Oracle:
         self._executor.close()
 
     def of(self, request: Request) -> tuple[tuple[int, ...], ...]:
-        return self.answers((request.prompt_ids, request.params, request.on_context_end, request.n_keep))
+        return self.answers(asked_by(request))
 
     def _run(self, asked: Asked) -> tuple[tuple[int, ...], ...]:
         prompt, params, on_context_end, n_keep = asked
@@ -73,6 +73,10 @@ class Oracle:
         while engine.has_work:
             engine.step()
         return tuple(tuple(sample.output_ids) for sample in sequence.samples)
+
+
+def asked_by(request: Request) -> Asked:
+    return request.prompt_ids, request.params, request.on_context_end, request.n_keep
 
 
 class Guesser:
@@ -134,6 +138,18 @@ def parameters(draw: st.DrawFn) -> SamplingParams:
     )
 
 
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "prompt_ids": draw(prompts()),
+        "params": draw(parameters()),
+        "priority": draw(st.sampled_from([0, 0, 0, 1, -1])),
+        "deadline": draw(st.sampled_from([None, None, None, 30.0])),
+        "on_context_end": draw(st.sampled_from(["stop", "stop", "slide"])),
+        "n_keep": draw(st.sampled_from([0, 5, 20])),
+    }
+
+
 class EngineMachine(RuleBasedStateMachine):
     windows: Windows = (None, None)
     oracle: Oracle
@@ -141,7 +157,7 @@ class EngineMachine(RuleBasedStateMachine):
     tokenizer: Tokenizer
 
     @initialize(
-        num_blocks=st.integers(7, 24),
+        num_blocks=st.integers(7, 16),
         max_batch_tokens=st.sampled_from([1, 7, 16, 40, 128]),
         max_sequences=st.integers(1, 6),
         share=st.sampled_from([True, True, True, False]),
@@ -179,32 +195,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.count = 0
         self.pinned: list[tuple[int, ...]] = []
 
-    @rule(
-        prompt=prompts(),
-        params=parameters(),
-        priority=st.sampled_from([0, 0, 0, 1, -1]),
-        deadline=st.sampled_from([None, None, None, 30.0]),
-        on_context_end=st.sampled_from(["stop", "stop", "slide"]),
-        n_keep=st.sampled_from([0, 5, 20]),
-    )
-    def add(
-        self, prompt: tuple[int, ...], params: SamplingParams, priority: int, deadline: float | None,
-        on_context_end: Any, n_keep: int,
-    ) -> None:  # fmt: skip
-        self.count += 1
-        name = str(self.count)
-        request = Request(
-            name, prompt, params, priority=priority, deadline=deadline, on_context_end=on_context_end,
-            n_keep=n_keep,
-        )  # fmt: skip
-        try:
-            sequence = self.engine.add(request)
-        except QueueFull:
-            return
-        except DoesNotFitError:
-            assert self.engine.cache.pages_pinned
-            return
-        self.asked[name] = (prompt, params, on_context_end, n_keep), sequence
+    @rule(some=st.lists(requests(), min_size=1, max_size=4))
+    def add(self, some: list[dict[str, Any]]) -> None:
+        for settings_of in some:
+            self.count += 1
+            request = Request(str(self.count), **settings_of)
+            try:
+                sequence = self.engine.add(request)
+            except QueueFull:
+                continue
+            self.asked[request.id] = asked_by(request), sequence
 
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:
