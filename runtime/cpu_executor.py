@@ -23,6 +23,7 @@ from .executor import KvDtype, KvLayout
 from .packed_weights import SYMMETRIC, FreshlyPacked, PackedLinear, PackedSource
 
 PAGE_SIZE = 16
+PAGE_FORMAT = "cpu-1"  # kernels/layout.h's KvShape
 KV_TYPES: dict[KvDtype, int] = {"f32": 0, "f16": 1, "int8": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}
 
@@ -145,7 +146,7 @@ class CpuExecutor:
             ) from None
         of_layer = self._spec.group_of_layer
         group_bytes = tuple(decoder.page_bytes * of_layer.count(group) for group in range(self._num_groups))
-        self._layout = KvLayout(num_blocks, page_size, kv_dtype, sum(group_bytes), group_bytes)
+        self._layout = KvLayout(num_blocks, page_size, kv_dtype, sum(group_bytes), group_bytes, PAGE_FORMAT)
 
     def reserve(self, tokens: int, sequences: int) -> None:
         """Buffers for steps of up to `tokens` tokens of `sequences` sequences: such a step allocates none.

@@ -10,6 +10,8 @@ from ..models.spec import ModelSpec
 from .batch import Batch
 
 KvDtype = Literal["f32", "f16", "int8"]
+# Raised whenever the same weights and tokens would give other bits: pages saved before are not used then.
+NUMERICS_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class KvLayout:
     bytes_per_block: int  # a page of each window group: all layers together
     # Of one page of each window group: its layers together. One group has all layers.
     group_bytes: tuple[int, ...] = ()
+    page_format: str = ""  # how a page's bytes are arranged: the executor and a version
 
     def __post_init__(self) -> None:
         if not self.group_bytes:

@@ -30,6 +30,7 @@ _KV_TYPES: dict[str, Any] = {
 }
 # Names of execution providers, best first, or (name, options).
 Providers = Sequence[str | tuple[str, Mapping[str, str]]]
+PAGE_FORMAT = "ort-1"  # [page_size, kv_heads, head_dim], keys then values of layer after layer
 _INPUTS = ("token_ids", "cu_seqlens", "past_lens", "block_table", "slot_mapping", "logit_rows")
 
 
@@ -171,7 +172,7 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
         page_bytes = math.prod(shape[1:]) * np.dtype(dtype).itemsize
         groups = range(len(window_groups(self._spec)))
         group_bytes = tuple(len(cache_names(self._spec, group)) * page_bytes for group in groups)
-        self._layout = KvLayout(num_blocks, page_size, kv_dtype, sum(group_bytes), group_bytes)
+        self._layout = KvLayout(num_blocks, page_size, kv_dtype, sum(group_bytes), group_bytes, PAGE_FORMAT)
 
     def _make_sessions(self, model: ir.Model, cache_type: ir.DataType) -> None:
         self._bindings, self._layout = {}, None  # frees the sessions of another cache type first

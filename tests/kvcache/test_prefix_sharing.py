@@ -3,10 +3,13 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from types import FrameType
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nybble.kvcache import KvCache, OutOfPagesError, PageCopy, SequenceBlocks
 from nybble.kvcache.invariants import check_tree
@@ -33,6 +36,25 @@ def test_full_pages_are_shared_and_the_next_is_copied() -> None:
     assert other[1] not in one
     assert cache.take_copies() == [PageCopy(0, one[1], other[1])]
     assert cache.take_copies() == []
+    cache.check()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    page_size=st.integers(1, 4),
+    kept=st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=8),
+    tokens=st.lists(st.integers(0, 2), max_size=9),
+)
+def test_the_longest_common_beginning_is_found(
+    page_size: int, kept: list[list[int]], tokens: list[int]
+) -> None:
+    cache = KvCache(100, page_size, min_shared_tokens=1)
+    for each in kept:
+        run(cache, each).release()
+    full = [each[: len(each) // page_size * page_size] for each in kept]
+    pairs = [zip(each, tokens[:-1], strict=False) for each in full]
+    longest = [len(list(takewhile(lambda pair: pair[0] == pair[1], each))) for each in pairs]
+    assert cache.match(tokens) == max(longest, default=0)
     cache.check()
 
 
