@@ -36,6 +36,9 @@ class LLM:
       "f32", "f16", or on our kernels "int8".
     - `cache`: whether our kernels keep the weights as they read them in a file, in the artifact's folder
       `cache` or else the user's cache folder, and map that file from then on.
+    - `speculation`: what guesses tokens ahead, which changes none of them: "ngram", the text itself; the path
+      of a smaller model with the same tokens, which counts toward the memory budget; "off"; "auto", "ngram"
+      on our kernels. As much is guessed as is measured to pay.
 
     Several threads may use it at once: their requests run together, on a thread of the model's own.
 
@@ -59,6 +62,7 @@ class LLM:
         max_sequences: int = 16,
         kv_dtype: str | None = None,
         cache: bool = True,
+        speculation: str | Path = "auto",
     ) -> None:
         loaded = load(
             path,
@@ -73,6 +77,7 @@ class LLM:
             max_sequences=max_sequences,
             kv_dtype=kv_dtype,
             cache=cache,
+            speculation=speculation,
         )
         self._start(loaded)
 
@@ -93,9 +98,10 @@ class LLM:
             max_sequences=loaded.max_sequences,
             eos_token_ids=loaded.eos_token_ids,
             generation_config=loaded.generation_config,
+            speculator=loaded.speculator,
         )
         self._requests = RequestMaker(loaded.tokenizer, loaded.max_model_len)
-        self._loop = EngineLoop(engine, loaded.executor.close)
+        self._loop = EngineLoop(engine, loaded.close)
 
     @property
     def tokenizer(self) -> Tokenizer:
