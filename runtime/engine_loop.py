@@ -192,7 +192,8 @@ class EngineLoop:
 
     def _end(self, request_id: str, error: NybbleError | None = None) -> None:
         sink, sequence = self._requests.pop(request_id)
-        self._deliver(sink, Ended(sequence, error or sequence.error))
+        error = error or next((s.error for s in sequence.samples if s.error is not None), None)
+        self._deliver(sink, Ended(sequence, error))
 
     def _answer(
         self, function: Callable[[Engine], T], answer: "SimpleQueue[tuple[bool, T | BaseException]]"

@@ -6,15 +6,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, overload
+from typing import Any, Self, Unpack, overload
 
 from .async_streams import AsyncSink, AsyncTokenStream
 from .errors import RequestError
 from .llm import LLM, score_of, take_end
-from .requests import Asked, Messages, Overflow, Prompt
+from .requests import Asked, Messages, Overflow, Prompt, Scheduling
 from .runtime.outputs import RequestOutput, TextScore
 from .runtime.sampling_params import SamplingParams
 from .runtime.sequence import Sequence as Running
+from .runtime.statistics import EngineStatistics
 from .runtime.tokenizer import Tokenizer
 
 
@@ -90,7 +91,10 @@ class AsyncLLM:
 
     @overload
     async def generate(
-        self, prompts: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompts: Prompt,
+        sampling_params: SamplingParams | None = None,
+        **scheduling: Unpack[Scheduling],
     ) -> RequestOutput: ...
 
     @overload
@@ -98,14 +102,20 @@ class AsyncLLM:
         self,
         prompts: list[str] | Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **scheduling: Unpack[Scheduling],
     ) -> list[RequestOutput]: ...
 
     async def generate(
-        self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **scheduling: Unpack[Scheduling],
     ) -> RequestOutput | list[RequestOutput]:
         """Answers one prompt or several, as `LLM.generate` does."""
         llm = await self._model()
-        asked, single = await asyncio.to_thread(llm._requests.of_prompts, prompts, sampling_params)
+        asked, single = await asyncio.to_thread(
+            llm._requests.of_prompts, prompts, sampling_params, scheduling
+        )
         ended = await self._run(llm, asked)
         outputs = [each.output(sequence) for each, sequence in zip(asked, ended, strict=True)]
         return outputs[0] if single else outputs
@@ -150,6 +160,18 @@ class AsyncLLM:
         llm = await self._model()
         asked = await asyncio.to_thread(llm._requests.of_score, text)
         return score_of((await self._run(llm, [asked]))[0])
+
+    async def statistics(self) -> EngineStatistics:
+        """What runs now, and what was done, as `LLM.statistics` says."""
+        return await asyncio.to_thread((await self._model()).statistics)
+
+    async def save_prefix(self, path: str | Path, text_or_messages: Prompt | Messages) -> int:
+        """Writes a prefix to a file, as `LLM.save_prefix` does."""
+        return await asyncio.to_thread((await self._model()).save_prefix, path, text_or_messages)
+
+    async def load_prefix(self, path: str | Path) -> int:
+        """Puts a saved prefix into the cache, as `LLM.load_prefix` does."""
+        return await asyncio.to_thread((await self._model()).load_prefix, path)
 
     async def close(self) -> None:
         """Ends what runs and frees the model, as `LLM.close` does."""

@@ -1,19 +1,21 @@
 """`LLM`: a model in this process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 from .errors import RequestError
 from .loading import Loaded, load
-from .requests import Asked, Messages, Overflow, Prompt, RequestMaker, named
+from .requests import Asked, Messages, Overflow, Prompt, RequestMaker, Scheduling, named
 from .runtime.engine import Engine
 from .runtime.engine_loop import EngineLoop
 from .runtime.outputs import RequestOutput, TextScore
 from .runtime.sampling_params import SamplingParams
+from .runtime.saved_prefix import load_prefix, save_prefix
 from .runtime.sequence import Sequence as Running
 from .runtime.sinks import Ended, Event, Refused, ThreadSink
+from .runtime.statistics import EngineStatistics, StepStatistics
 from .runtime.tokenizer import Tokenizer
 from .streams import TokenStream
 
@@ -40,6 +42,14 @@ class LLM:
       of a smaller model with the same tokens, which counts toward the memory budget; "off"; "auto", "ngram"
       on our kernels. As much is guessed as is measured to pay.
 
+    - `max_waiting`, `max_waiting_tokens`: how many requests, and tokens of theirs, may wait before another is
+      refused with `QueueFull`; not bounded by default.
+    - `target_token_ms`: milliseconds between two tokens of an answer that are kept while other prompts are
+      computed; by default two and a half times a step without them.
+    - `share_prefixes`, `min_shared_tokens`: whether a prompt's beginning is taken from what was computed
+      before, and the fewest tokens for which it is.
+    - `on_step`: called after each step, on the model's thread, with its `StepStatistics`.
+
     Several threads may use it at once: their requests run together, on a thread of the model's own.
 
     What is not given comes from the device. Raises `ModelFormatError` for a path that is no sound model,
@@ -63,6 +73,12 @@ class LLM:
         kv_dtype: str | None = None,
         cache: bool = True,
         speculation: str | Path = "auto",
+        max_waiting: int | None = None,
+        max_waiting_tokens: int | None = None,
+        target_token_ms: float | None = None,
+        share_prefixes: bool = True,
+        min_shared_tokens: int | None = None,
+        on_step: Callable[[StepStatistics], None] | None = None,
     ) -> None:
         loaded = load(
             path,
@@ -79,18 +95,38 @@ class LLM:
             cache=cache,
             speculation=speculation,
         )
-        self._start(loaded)
+        self._start(
+            loaded,
+            max_waiting=max_waiting,
+            max_waiting_tokens=max_waiting_tokens,
+            target_token_ms=target_token_ms,
+            share_prefixes=share_prefixes,
+            min_shared_tokens=min_shared_tokens,
+            on_step=on_step,
+        )
 
     @classmethod
-    def from_loaded(cls, loaded: Loaded) -> Self:
-        """An `LLM` over an executor that is open already."""
+    def from_loaded(cls, loaded: Loaded, **settings: Any) -> Self:
+        """An `LLM` over an executor that is open already; `settings` are the engine's."""
         llm = cls.__new__(cls)
-        llm._start(loaded)
+        llm._start(loaded, **settings)
         return llm
 
-    def _start(self, loaded: Loaded) -> None:
+    def _start(self, loaded: Loaded, *, target_token_ms: float | None = None, **settings: Any) -> None:
         self._loaded = loaded
-        engine = Engine(
+        if target_token_ms is None:
+            target_token_ms = loaded.target_token_ms
+        try:
+            engine = self._make_engine(loaded, target_token_ms, settings)
+        except BaseException:
+            loaded.close()
+            raise
+        self._requests = RequestMaker(loaded.tokenizer, loaded.max_model_len)
+        self._loop = EngineLoop(engine, loaded.close)
+
+    @staticmethod
+    def _make_engine(loaded: Loaded, target_token_ms: float | None, settings: Mapping[str, Any]) -> Engine:
+        return Engine(
             loaded.executor,
             loaded.tokenizer,
             max_model_len=loaded.max_model_len,
@@ -99,9 +135,10 @@ class LLM:
             eos_token_ids=loaded.eos_token_ids,
             generation_config=loaded.generation_config,
             speculator=loaded.speculator,
+            bandwidth=loaded.bandwidth,
+            target_token_ms=target_token_ms,
+            **settings,
         )
-        self._requests = RequestMaker(loaded.tokenizer, loaded.max_model_len)
-        self._loop = EngineLoop(engine, loaded.close)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -113,25 +150,35 @@ class LLM:
         return self._loaded.max_model_len
 
     @overload
-    def generate(self, prompts: Prompt, sampling_params: SamplingParams | None = None) -> RequestOutput: ...
+    def generate(
+        self,
+        prompts: Prompt,
+        sampling_params: SamplingParams | None = None,
+        **scheduling: Unpack[Scheduling],
+    ) -> RequestOutput: ...
 
     @overload
     def generate(
         self,
         prompts: list[str] | Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **scheduling: Unpack[Scheduling],
     ) -> list[RequestOutput]: ...
 
     def generate(
-        self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **scheduling: Unpack[Scheduling],
     ) -> RequestOutput | list[RequestOutput]:
         """Answers one prompt, or several at once: text, or token ids. No chat template is applied, and
         special tokens written in a text are plain characters. One `RequestOutput` for one prompt, else a
-        list in the prompts' order. `sampling_params` are for all, or one for each.
+        list in the prompts' order. `sampling_params` are for all, or one for each; `scheduling` is
+        `priority`, `deadline`, `on_context_end` and `n_keep`, as `nybble.requests.Scheduling` says.
 
         Raises `RequestError` for a prompt that cannot run, before any of them does.
         """
-        asked, single = self._requests.of_prompts(prompts, sampling_params)
+        asked, single = self._requests.of_prompts(prompts, sampling_params, scheduling)
         outputs = [each.output(sequence) for each, sequence in zip(asked, self._run(asked), strict=True)]
         return outputs[0] if single else outputs
 
@@ -144,7 +191,8 @@ class LLM:
         **options: Any,
     ) -> RequestOutput:
         """The model's answer to a conversation, a list of `{"role": ..., "content": ...}`, through its chat
-        template; `options` reach the template (`tools`, `enable_thinking=False`).
+        template; `options` reach the template (`tools`, `enable_thinking=False`), but for `generate`'s
+        scheduling.
 
         A conversation that leaves no room for the answer (`max_tokens`, at most a quarter of the context)
         loses its oldest turns, never its system message nor its last turn; `dropped_messages` of the output
@@ -172,6 +220,36 @@ class LLM:
     def score(self, text: Prompt) -> TextScore:
         """Log-probability of each token of a text, or of token ids, given those before it."""
         return score_of(self._run([self._requests.of_score(text)])[0])
+
+    def statistics(self) -> EngineStatistics:
+        """What runs now, and what was done since the model was opened, as between two steps."""
+        return self._loop.call(lambda engine: engine.statistics)
+
+    def save_prefix(self, path: str | Path, text_or_messages: Prompt | Messages) -> int:
+        """Computes a text, token ids or the beginning of a conversation, writes what the cache then holds of
+        it to a file, in whole pages, and returns how many tokens that is. Raises `RequestError` where it is
+        less than a page, and `OutputError`."""
+        loaded, asked = self._loaded, self._requests.of_prefix(text_or_messages)
+        self._run([asked])
+        return self._use(
+            lambda engine: save_prefix(
+                Path(path), loaded.digest, loaded.executor, engine.cache, asked.request.prompt_ids
+            )
+        )
+
+    def load_prefix(self, path: str | Path) -> int:
+        """Puts a prefix that `save_prefix` wrote into the cache, where it stays; prompts that begin with it
+        find it. Returns how many tokens it has. Raises `ModelFormatError` for a file that is damaged or of
+        another model or cache, and `OutOfPagesError` where there is no room."""
+        loaded = self._loaded
+        return self._use(
+            lambda engine: len(load_prefix(Path(path), loaded.digest, loaded.executor, engine.cache))
+        )
+
+    def _use(self, function: Callable[[Engine], int]) -> int:
+        if self._loop.closed:
+            raise RequestError("the model is closed")
+        return self._loop.call(function)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of a text, as `generate` sees it. Special tokens written in it are plain characters

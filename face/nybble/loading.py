@@ -38,7 +38,10 @@ class Loaded:
     eos_token_ids: frozenset[int]
     max_model_len: int
     max_batch_tokens: int
-    max_sequences: int = 16
+    max_sequences: int
+    digest: str  # of what the weights came from
+    bandwidth: float | None = None  # bytes a second that the device reads
+    target_token_ms: float | None = None
     speculator: Speculator | None = None
 
     def close(self) -> None:
@@ -97,7 +100,7 @@ def load(
             if draft is not None and budget is not None:
                 run = replace(run, budget=budget - draft.bytes)
             plan = fit_sequences(run, max_sequences)
-            tokenizer = Tokenizer(model.tokenizer_files)
+            tokenizer, digest = Tokenizer(model.tokenizer_files), model.digest
             opened = (
                 _open_ort(model, profile, providers, threads)
                 if kind == "ort" and isinstance(model, RunnableArtifact)
@@ -120,6 +123,9 @@ def load(
         max_model_len=plan.context,
         max_batch_tokens=max_batch_tokens,
         max_sequences=plan.sequences,
+        digest=digest,
+        bandwidth=profile.bandwidth,
+        target_token_ms=profile.target_token_ms,
         speculator=speculator,
     )
 

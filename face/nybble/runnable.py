@@ -52,6 +52,11 @@ class Runnable(Protocol):
         """Bytes of the linear layers' tiles; None where they follow from the recipe."""
         ...
 
+    @property
+    def digest(self) -> str:
+        """Tells it from any other, hexadecimal."""
+        ...
+
     def packed(self, cache: bool) -> "PackedSource":
         """The weights for `CpuExecutor`; with `cache` from a file of packed weights, which is made if need
         be."""
@@ -96,6 +101,7 @@ class RunnableArtifact:
         self.config = artifact.config
         self.generation_config = artifact.generation_config
         self.recipe = artifact.manifest.recipe
+        self.digest = artifact.digest
 
     @property
     def tokenizer_files(self) -> Mapping[str, bytes]:
@@ -108,7 +114,7 @@ class RunnableArtifact:
         weights = partial(self.artifact.weights, self.half)
         if not cache:
             return FreshlyPacked(weights())
-        return load_packed(self.artifact.folder, self.artifact.digest, self.spec, weights)
+        return load_packed(self.artifact.folder, self.digest, self.spec, weights)
 
     def close(self) -> None:
         pass
@@ -126,6 +132,10 @@ class RunnableGguf:
         self.config = source.config
         self.generation_config = source.generation_config
         self.tokenizer_files = source.tokenizer_files
+
+    @property
+    def digest(self) -> str:
+        return self._source.quick_digest
 
     @property
     def linear_bytes(self) -> int:
@@ -148,7 +158,7 @@ class RunnableGguf:
         weights = partial(GgufWeights, self._source)
         if not cache:
             return FreshlyPacked(weights())
-        return load_packed(None, self._source.quick_digest, self.spec, weights)
+        return load_packed(None, self.digest, self.spec, weights)
 
     def close(self) -> None:
         self._source.close()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from .errors import NybbleError, RequestError
 from .requests import Asked
-from .runtime.outputs import FinishReason, Piece, RequestOutput
+from .runtime.outputs import CompletionOutput, FinishReason, Piece, RequestOutput
 from .runtime.sequence import Sequence as Running
 from .runtime.sinks import Ended, Event, Refused, ThreadSink
 
@@ -36,7 +36,8 @@ class AnswerSoFar:
         self._sequence = event.sequence
         if isinstance(event, Ended) and not self.ended:
             self.ended = True
-            self._finish_reason = event.sequence.finish_reason
+            reasons = [sample.finish_reason for sample in event.sequence.samples]
+            self._finish_reason = "abort" if "abort" in reasons else reasons[0]
             if event.error is not None:
                 raise event.error
         return None
@@ -54,17 +55,20 @@ class AnswerSoFar:
         output = self.asked.output(self._sequence)
         if self._finish_reason in ("stop", "length"):
             return output
-        answer = output.outputs[0]
-        read = len(self._pieces)
-        answer = replace(
+        return replace(output, outputs=tuple(map(self._as_read, output.outputs)))
+
+    def _as_read(self, answer: CompletionOutput) -> CompletionOutput:
+        read = [piece for piece in self._pieces if piece.index == answer.index]
+        if read and read[-1].finish_reason is not None:
+            return answer
+        return replace(
             answer,
-            text="".join(piece.text for piece in self._pieces),
-            token_ids=tuple(piece.token_id for piece in self._pieces),
-            logprobs=None if answer.logprobs is None else answer.logprobs[:read],
+            text="".join(piece.text for piece in read),
+            token_ids=tuple(piece.token_id for piece in read),
+            logprobs=None if answer.logprobs is None else answer.logprobs[: len(read)],
             finish_reason=self._finish_reason,
             stop_reason=None,
         )
-        return replace(output, outputs=(answer,))
 
 
 class TokenStream(Iterator[Piece]):

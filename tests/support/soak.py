@@ -21,6 +21,7 @@ from typing import Any
 from nybble import LLM, AsyncLLM, SamplingParams
 
 THREADS, TASKS = 4, 8
+LOOK = 0.25  # seconds between two looks at the memory
 WARM_UP = 0.3  # of the time; then everything has been touched once
 SYSTEM = "You answer briefly, in plain words, and never say what you do not know. " * 2
 WORDS = ("name", "value", "class", "object", "list", "number", "text", "file", "module", "error", "string")
@@ -66,16 +67,15 @@ class Soak:
     def __init__(self, llm: LLM, cases: list[Case], seconds: float) -> None:
         self.llm, self.model = llm, AsyncLLM(llm)
         self.cases = cases
-        self.begin = time.monotonic()
-        self.end = self.begin + seconds
-        self.warm = self.begin + seconds * WARM_UP
+        self.seconds = seconds
+        self.ran = 0.0  # seconds; those for which the whole process was stopped are left out
         self.counts: Counter[str] = Counter()
         self.errors: list[str] = []
         self.resident: list[int] = []
 
     @property
     def goes_on(self) -> bool:
-        return time.monotonic() < self.end and not self.errors
+        return self.ran < self.seconds and not self.errors
 
     def check(
         self, kind: str, case: Case, token_ids: tuple[int, ...], text: str, *, whole: bool = True
@@ -92,7 +92,7 @@ class Soak:
             case, kind = rng.choice(self.cases), rng.choice(["whole", "list", "stream", "dropped", "closed"])
             if kind == "whole":
                 ask = self.llm.chat if case.is_chat else self.llm.generate
-                output = ask(case.asked, case.params)
+                output = ask(case.asked, case.params, priority=rng.randint(-1, 1))
                 self.check(kind, case, output.token_ids, output.text)
             elif kind == "list":
                 some = [c for c in rng.choices(self.cases, k=6) if not c.is_chat]
@@ -107,7 +107,7 @@ class Soak:
     def read(self, kind: str, case: Case, rng: random.Random) -> None:
         pieces = []
         wanted = len(case.token_ids) if kind == "stream" else rng.randint(0, len(case.token_ids))
-        stream = self.llm.stream(case.asked, case.params)
+        stream = self.llm.stream(case.asked, case.params, priority=rng.randint(-1, 1))
         for _ in range(wanted):
             pieces.append(next(stream))
         if kind == "stream" and next(stream, None) is not None:
@@ -140,7 +140,7 @@ class Soak:
 
     async def drain(self, case: Case, limit: int | None = None) -> list[Any]:
         pieces = []
-        async for piece in self.model.stream(case.asked, case.params):
+        async for piece in self.model.stream(case.asked, case.params, priority=len(case.token_ids) % 2):
             pieces.append(piece)
             if len(pieces) == limit:
                 break
@@ -166,8 +166,10 @@ class Soak:
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            time.sleep(0.25)
-            if time.monotonic() > self.warm:
+            before = time.monotonic()
+            time.sleep(LOOK)
+            self.ran += min(time.monotonic() - before, 2 * LOOK)
+            if self.ran > self.seconds * WARM_UP:
                 self.resident.append(resident_bytes())
         for thread in threads:
             thread.join()
@@ -186,15 +188,19 @@ def main() -> None:
     soak = Soak(llm, make_cases(llm, random.Random(seed), 60), seconds)
     soak.run(seed)
     after = llm._loop.call(lambda engine: (engine.has_work, engine.pages_free))
+    llm._loop.call(lambda engine: engine.cache.check())
+    statistics = llm.statistics()
     llm.close()
     report = {
         "errors": soak.errors,
         "counts": dict(soak.counts),
         "resident": soak.resident,
+        "hit_rate": statistics.hit_rate,
+        "preemptions": statistics.preemptions,
         "pages_lost": free - after[1],
         "has_work": after[0],
         "threads_left": [t.name for t in threading.enumerate() if t is not threading.main_thread()],
-        "seconds": time.monotonic() - soak.begin,
+        "seconds": soak.ran,
     }
     print(json.dumps(report))
 
