@@ -85,7 +85,7 @@ def _parts(run: RunSettings) -> int:
 
 
 def _quantized(columns: int) -> int:
-    return columns * 5 // 4
+    return columns * 13 // 8  # 208 bytes for four tokens of 32
 
 
 def _padded(n: int, multiple: int) -> int:
