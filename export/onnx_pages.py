@@ -1,7 +1,8 @@
 """Three small graphs that move pages of the cache, so that a cache on any device is handled alike.
 
-All take the decoder's cache inputs and give its cache outputs, bound to the same memory. `data` is
-[n, 2 * num_layers, page_size, kv_heads, head_dim], a page's keys and values layer after layer.
+All take the decoder's cache inputs of one window group, whose pages are its own, and give its cache outputs,
+bound to the same memory. `data` is [n, 2 * layers of the group, page_size, kv_heads, head_dim], a page's keys
+and values layer after layer.
 """
 
 from typing import Literal
@@ -16,9 +17,11 @@ PageOperation = Literal["copy", "read", "write"]
 PAGE_OPERATIONS: tuple[PageOperation, ...] = ("copy", "read", "write")
 
 
-def cache_names(spec: ModelSpec) -> list[str]:
-    """The decoder's cache inputs in order; the outputs have `_cache_out.` for `_cache.`."""
-    return [f"{kind}_cache.{layer}" for layer in range(spec.num_layers) for kind in ("key", "value")]
+def cache_names(spec: ModelSpec, group: int | None = None) -> list[str]:
+    """The decoder's cache inputs in order, or those of a window group's layers; the outputs have
+    `_cache_out.` for `_cache.`."""
+    layers = (i for i, its_group in enumerate(spec.group_of_layer) if group in (None, its_group))
+    return [f"{kind}_cache.{layer}" for layer in layers for kind in ("key", "value")]
 
 
 def output_name(cache: str) -> str:
@@ -26,11 +29,13 @@ def output_name(cache: str) -> str:
     return cache.replace("_cache.", "_cache_out.")
 
 
-def build_page_operation(spec: ModelSpec, operation: PageOperation, dtype: ir.DataType) -> ir.Model:
+def build_page_operation(
+    spec: ModelSpec, operation: PageOperation, group: int, dtype: ir.DataType
+) -> ir.Model:
     """`copy` (inputs `src`, `dst` [n] int32), `read` (`ids`; output `data`) or `write` (`ids`, `data`)."""
     b = Builder()
     page: list[int | str] = ["page_size", spec.num_kv_heads, spec.head_dim]
-    names = cache_names(spec)
+    names = cache_names(spec, group)
     caches = [graph_input(name, dtype, ["num_blocks", *page]) for name in names]
     data = graph_input("data", dtype, ["n", len(names), *page])
     ids = [

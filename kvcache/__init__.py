@@ -1,6 +1,18 @@
-"""Where keys and values live: the block pool and each sequence's table of blocks."""
+"""Where keys and values live: pools of pages, each sequence's table of them, and the tree of prefixes."""
 
 from .block_pool import BlockPool, OutOfPagesError
+from .cache import KvCache, PrefixStatistics
+from .page_store import PageCopy
 from .sequence_blocks import SequenceBlocks, pages_for
+from .swap import SwapSpace
 
-__all__ = ["BlockPool", "OutOfPagesError", "SequenceBlocks", "pages_for"]
+__all__ = [
+    "BlockPool",
+    "KvCache",
+    "OutOfPagesError",
+    "PageCopy",
+    "PrefixStatistics",
+    "SequenceBlocks",
+    "SwapSpace",
+    "pages_for",
+]

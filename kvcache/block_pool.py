@@ -1,7 +1,5 @@
 """`BlockPool`: which pages are free, and how many hold each of the others."""
 
-from collections.abc import Iterable
-
 from ..errors import NybbleError
 
 
@@ -55,32 +53,27 @@ class BlockPool:
             self._references[block] = 1
         return taken
 
-    def incref(self, blocks: Iterable[int]) -> None:
-        """One more holder for each page, which must be in use."""
-        held = list(blocks)
-        for block in held:
-            self._check(block)
-            if self._references[block] == 0:
-                raise ValueError(f"page {block} is free and cannot be shared")
-        for block in held:
-            self._references[block] += 1
+    def incref(self, block: int) -> int:
+        """One more holder for a page that is in use; returns how many there are."""
+        self._check(block)
+        count = self._references[block]
+        if count == 0:
+            raise ValueError(f"page {block} is free and cannot be shared")
+        self._references[block] = count + 1
+        return count + 1
 
-    def free(self, blocks: Iterable[int]) -> None:
-        """One holder fewer for each page; those without holders become free. Raises `ValueError`, and
-        changes nothing, when a page is freed more often than it is held."""
-        given = list(blocks)
-        dropped: dict[int, int] = {}
-        for block in given:
-            self._check(block)
-            dropped[block] = dropped.get(block, 0) + 1
-            if dropped[block] > self._references[block]:
-                raise ValueError(f"page {block} is freed twice")
-        # Last first, so that a table given back whole is handed out again in its own order.
-        for block in reversed(given):
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                self._free.append(block)
+    def decref(self, block: int) -> int:
+        """One holder fewer; returns how many are left. A page without holders is free. Raises `ValueError`
+        for a page that is free already."""
+        self._check(block)
+        count = self._references[block] - 1
+        if count < 0:
+            raise ValueError(f"page {block} is freed twice")
+        self._references[block] = count
+        if count == 0:
+            self._free.append(block)
+        return count
 
     def _check(self, block: int) -> None:
-        if not 0 <= block < self.num_blocks:
+        if not 0 <= block < len(self._references):
             raise ValueError(f"page {block} does not exist; the pool has pages 0 to {self.num_blocks - 1}")

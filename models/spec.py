@@ -141,6 +141,12 @@ class ModelSpec:
         return tuple(dict.fromkeys(self.sliding_windows))
 
     @property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """The window group of each layer: a row of the contract's block table."""
+        groups = self.window_groups
+        return tuple(map(groups.index, self.sliding_windows)) or (0,) * self.num_layers
+
+    @property
     def embedding_name(self) -> str:
         return "model.embed_tokens.weight"
 

@@ -85,6 +85,12 @@ def check_slots(batch: Batch, page_size: int) -> None:
             )
 
 
+def check_group(group: int, groups: int) -> None:
+    """Raises `ExecutorError` unless `group` is one of a model's window groups."""
+    if not isinstance(group, int) or not 0 <= group < groups:
+        raise ExecutorError(f"group is {group!r}; expected 0 to {groups - 1}")
+
+
 def _lengths(batch: Batch) -> "np.ndarray[Any, np.dtype[np.int32]]":
     """New tokens of each sequence, [B]."""
     bounds, tokens = batch.cu_seqlens, len(batch.token_ids)

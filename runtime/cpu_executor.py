@@ -17,11 +17,12 @@ from ..errors import (
 from ..export.weights import LogicalWeights
 from ..models.spec import ModelSpec
 from .batch import Batch
-from .batch_check import DIMENSIONS, check_kinds, check_slots
+from .batch_check import DIMENSIONS, check_group, check_kinds, check_slots
 from .executor import KvDtype, KvLayout
 from .packed_weights import SYMMETRIC, FreshlyPacked, PackedLinear, PackedSource
 
 PAGE_SIZE = 16
+PAGE_FORMAT = "cpu-1"  # kernels/layout.h's KvShape
 KV_TYPES: dict[KvDtype, int] = {"f32": 0, "f16": 1, "int8": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}
 
@@ -52,6 +53,7 @@ class CpuExecutor:
         from .. import _kernels
 
         self._spec = source.spec
+        self._num_groups = max(1, len(source.spec.window_groups))
         self._layout: KvLayout | None = None
         try:
             builder = _kernels.DecoderBuilder(_config(source.spec, max_position))
@@ -141,7 +143,9 @@ class CpuExecutor:
             raise DoesNotFitError(
                 f"a KV cache of {num_blocks} pages in {kv_dtype} does not fit in this machine's memory"
             ) from None
-        self._layout = KvLayout(num_blocks, page_size, kv_dtype, decoder.bytes_per_block)
+        of_layer = self._spec.group_of_layer
+        group_bytes = tuple(decoder.page_bytes * of_layer.count(group) for group in range(self._num_groups))
+        self._layout = KvLayout(num_blocks, page_size, kv_dtype, sum(group_bytes), group_bytes, PAGE_FORMAT)
 
     def reserve(self, tokens: int, sequences: int) -> None:
         """Buffers for steps of up to `tokens` tokens of `sequences` sequences: such a step allocates none.
@@ -182,28 +186,37 @@ class CpuExecutor:
             raise ExecutorError(f"memory ran out in a step of {len(batch.token_ids)} tokens") from None
         return self._logits[:rows, : self._spec.vocab_size]
 
-    def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32]) -> None:
-        """Copies page src[i] to dst[i] in every layer; all are read before any is written."""
+    def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32], group: int = 0) -> None:
+        """Copies page src[i] to dst[i] in the layers of a window group, as if all were read first. Raises
+        `ExecutorError` naming the argument that is wrong."""
+        check_group(group, self._num_groups)
         _check_ids("src", src)
         _check_ids("dst", dst)
         if len(src) != len(dst) or len(np.unique(dst)) != len(dst):
             raise ExecutorError(f"dst has {len(dst)} pages; expected {len(src)} different ones")
         if np.isin(src, dst).any():
-            self.write_blocks(dst, self.read_blocks(src))
+            self.write_blocks(dst, self.read_blocks(src, group), group)
         else:
-            self._pages(lambda decoder: decoder.copy_blocks(src, dst))
+            self._pages(lambda decoder: decoder.copy_blocks(src, dst, group))
 
-    def read_blocks(self, ids: NDArray[np.int32]) -> bytes:
-        """The pages' content, `kv_layout.bytes_per_block` bytes for each in order."""
+    def read_blocks(self, ids: NDArray[np.int32], group: int = 0) -> bytes:
+        """What pages of a window group hold, `kv_layout.group_bytes[group]` bytes for each in order: layer
+        after layer."""
+        check_group(group, self._num_groups)
         _check_ids("ids", ids)
-        return bytes(self._pages(lambda decoder: decoder.read_blocks(ids)))
+        return bytes(self._pages(lambda decoder: decoder.read_blocks(ids, group)))
 
-    def write_blocks(self, ids: NDArray[np.int32], data: bytes) -> None:
+    def write_blocks(self, ids: NDArray[np.int32], data: bytes, group: int = 0) -> None:
         """Puts back what `read_blocks` gave. Raises `ExecutorError` for another number of bytes."""
+        check_group(group, self._num_groups)
         _check_ids("ids", ids)
         if not isinstance(data, bytes):
             raise ExecutorError(f"data is {type(data).__name__}; expected bytes")
-        self._pages(lambda decoder: decoder.write_blocks(ids, data))
+        self._pages(lambda decoder: decoder.write_blocks(ids, data, group))
+
+    def swap_is_cheaper(self, tokens: int) -> bool:
+        """Never: the pages are in host memory already, and a copy of them there frees none of it."""
+        return False
 
     def _pages(self, call: Callable[[Any], Any]) -> Any:
         try:
@@ -224,7 +237,6 @@ def _config(spec: ModelSpec, max_position: int | None) -> dict[str, Any]:
             f"supported: {', '.join(ACTIVATIONS)}"
         )
     windows = spec.sliding_windows or (None,) * spec.num_layers
-    groups = list(dict.fromkeys(windows))
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
@@ -243,8 +255,8 @@ def _config(spec: ModelSpec, max_position: int | None) -> dict[str, Any]:
         "inv_freq": spec.rope.inv_freq().tolist(),
         "rope_attention_factor": spec.rope.attention_factor,
         "window_of_layer": [w or 0 for w in windows],
-        "group_of_layer": [groups.index(w) for w in windows],
-        "num_groups": len(groups),
+        "group_of_layer": list(spec.group_of_layer),
+        "num_groups": max(1, len(spec.window_groups)),
     }
 
 

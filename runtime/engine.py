@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from ..devices.memory_plan import SCORE_LOGITS_BYTES
 from ..errors import DoesNotFitError, ExecutorError, NybbleError, RequestError, SettingError
-from ..kvcache import BlockPool, SequenceBlocks, pages_for
+from ..kvcache import KvCache, pages_for
 from .batch import Batch
 from .executor import Executor
 from .outputs import Logprob
@@ -53,11 +53,9 @@ class Engine:
         self._capacity = layout.num_blocks * layout.page_size
         self._eos = frozenset(eos_token_ids)
         self._generation_config = dict(generation_config or {})
-        groups = max(1, len(executor.spec.window_groups))
-        self._pools = tuple(BlockPool(layout.num_blocks) for _ in range(groups))
+        self._cache = KvCache(layout.num_blocks, layout.page_size, executor.spec.window_groups or (None,))
         self._scheduler = Scheduler(
-            self._pools,
-            layout.page_size,
+            self._cache,
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
             max_score_tokens=max(1, SCORE_LOGITS_BYTES // (4 * self._vocab_size)),
@@ -74,7 +72,7 @@ class Engine:
     @property
     def pages_free(self) -> int:
         """Free pages of the cache, in the group that has fewest."""
-        return min(pool.num_free for pool in self._pools)
+        return min(pool.num_free for pool in self._cache.pools)
 
     def add(self, request: Request) -> Sequence:
         """Queues a request and returns its sequence, which fills as `step` is called. Raises `RequestError`
@@ -88,7 +86,7 @@ class Engine:
         sequence = Sequence(
             request,
             self._tokenizer,
-            SequenceBlocks(self._pools, self._page_size),
+            self._cache.sequence(),
             max_tokens=max_tokens,
             stop_ids=eos | frozenset(request.params.stop_token_ids),
         )

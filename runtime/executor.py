@@ -10,16 +10,26 @@ from ..models.spec import ModelSpec
 from .batch import Batch
 
 KvDtype = Literal["f32", "f16", "int8"]
+# Raised whenever the same weights and tokens would give other bits: pages saved before are not used then.
+NUMERICS_VERSION = 1
 
 
 @dataclass(frozen=True)
 class KvLayout:
-    """The executor's cache: `num_blocks` pages of `page_size` tokens, the same pages in every layer."""
+    """The executor's cache: `num_blocks` pages of `page_size` tokens in every layer. Page p is the same
+    tokens in all layers of a window group; in another group it may be others."""
 
     num_blocks: int
     page_size: int
     kv_dtype: KvDtype
-    bytes_per_block: int  # all layers together
+    bytes_per_block: int  # a page of each window group: all layers together
+    # Of one page of each window group: its layers together. One group has all layers.
+    group_bytes: tuple[int, ...] = ()
+    page_format: str = ""  # how a page's bytes are arranged: the executor and a version
+
+    def __post_init__(self) -> None:
+        if not self.group_bytes:
+            object.__setattr__(self, "group_bytes", (self.bytes_per_block,))
 
 
 class Executor(Protocol):
@@ -42,10 +52,21 @@ class Executor(Protocol):
         """Writes the new tokens' keys and values into the cache and returns logits [R, vocab] float32."""
         ...
 
-    def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32]) -> None: ...
+    def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32], group: int = 0) -> None:
+        """Copies page src[i] to dst[i] in the layers of a window group, as if all were read first."""
+        ...
 
-    def read_blocks(self, ids: NDArray[np.int32]) -> bytes: ...
+    def read_blocks(self, ids: NDArray[np.int32], group: int = 0) -> bytes:
+        """What pages of a window group hold, `kv_layout.group_bytes[group]` bytes for each in order."""
+        ...
 
-    def write_blocks(self, ids: NDArray[np.int32], data: bytes) -> None: ...
+    def write_blocks(self, ids: NDArray[np.int32], data: bytes, group: int = 0) -> None:
+        """Puts back what `read_blocks` gave, of this or another cache of the same layout."""
+        ...
+
+    def swap_is_cheaper(self, tokens: int) -> bool:
+        """Whether a preempted sequence's pages of that many tokens are sooner read into host memory and
+        written back than computed again."""
+        ...
 
     def close(self) -> None: ...

@@ -19,7 +19,7 @@ from ..export.onnx_writer import MemoryTensors
 from ..export.weights import LogicalWeights
 from ..models.spec import ModelSpec
 from .batch import Batch
-from .batch_check import check_batch
+from .batch_check import check_batch, check_group
 from .executor import KvDtype, KvLayout
 from .ort_runs import MAX_RUN_TOKENS, split_step
 from .ort_session import choose_providers, device_of, first_line, make_session, ort
@@ -30,6 +30,7 @@ _KV_TYPES: dict[str, Any] = {
 }
 # Names of execution providers, best first, or (name, options).
 Providers = Sequence[str | tuple[str, Mapping[str, str]]]
+PAGE_FORMAT = "ort-1"  # [page_size, kv_heads, head_dim], keys then values of layer after layer
 _INPUTS = ("token_ids", "cu_seqlens", "past_lens", "block_table", "slot_mapping", "logit_rows")
 
 
@@ -163,20 +164,24 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
             if device == "cpu":
                 self._arrays.append(array)
         for graph, (_, binding) in self._bindings.items():
-            for name, cache in self._caches.items():
-                binding.bind_ortvalue_input(name, cache)
-                if graph != "read":
-                    binding.bind_ortvalue_output(output_name(name), cache)
-        page_bytes = len(names) * math.prod(shape[1:]) * np.dtype(dtype).itemsize
-        self._layout = KvLayout(num_blocks, page_size, kv_dtype, page_bytes)
+            operation, _, group = graph.partition(" ")
+            for name in cache_names(self._spec, int(group) if group else None):
+                binding.bind_ortvalue_input(name, self._caches[name])
+                if operation != "read":
+                    binding.bind_ortvalue_output(output_name(name), self._caches[name])
+        page_bytes = math.prod(shape[1:]) * np.dtype(dtype).itemsize
+        groups = range(len(window_groups(self._spec)))
+        group_bytes = tuple(len(cache_names(self._spec, group)) * page_bytes for group in groups)
+        self._layout = KvLayout(num_blocks, page_size, kv_dtype, sum(group_bytes), group_bytes, PAGE_FORMAT)
 
     def _make_sessions(self, model: ir.Model, cache_type: ir.DataType) -> None:
         self._bindings, self._layout = {}, None  # frees the sessions of another cache type first
         set_cache_type(model, cache_type)
         settings: dict[str, Any] = {"providers": self._providers, "threads": self._threads}
         graphs: dict[str, tuple[ir.Model, dict[str, Any]]] = {
-            operation: (build_page_operation(self._spec, operation, cache_type), settings)
+            f"{operation} {group}": (build_page_operation(self._spec, operation, group, cache_type), settings)
             for operation in PAGE_OPERATIONS
+            for group in range(len(window_groups(self._spec)))
         }
         folder = None if self._folder is None else str(self._folder)
         graphs["decoder"] = (model, settings | {"folder": folder, "tensors": self._tensors})
@@ -208,33 +213,41 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
             logits[run.logits] = part
         return logits
 
-    def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32]) -> None:
-        """Copies page src[i] to dst[i] in every layer; all are read before any is written."""
+    def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32], group: int = 0) -> None:
+        """Copies page src[i] to dst[i] in the layers of a window group, as if all were read first."""
+        check_group(group, len(self.kv_layout.group_bytes))
         self._check_pages("src", src)
         self._check_pages("dst", dst)
         if len(src) != len(dst) or len(np.unique(dst)) != len(dst):
             raise ExecutorError(f"dst has {len(dst)} pages; expected {len(src)} different ones")
         if len(src):
-            self._run("copy", {"src": src, "dst": dst}, {})
+            self._run(f"copy {group}", {"src": src, "dst": dst}, {})
 
-    def read_blocks(self, ids: NDArray[np.int32]) -> bytes:
-        """The pages' content, `kv_layout.bytes_per_block` bytes for each in order: keys, then values of layer
-        after layer."""
+    def read_blocks(self, ids: NDArray[np.int32], group: int = 0) -> bytes:
+        """What pages of a window group hold, `kv_layout.group_bytes[group]` bytes for each in order: keys,
+        then values of layer after layer."""
+        check_group(group, len(self.kv_layout.group_bytes))
         self._check_pages("ids", ids)
-        data = self._page_data(len(ids))
+        data = self._page_data(len(ids), group)
         if len(ids):
-            self._run("read", {"ids": ids}, {"data": data})
+            self._run(f"read {group}", {"ids": ids}, {"data": data})
         return data.tobytes()
 
-    def write_blocks(self, ids: NDArray[np.int32], data: bytes) -> None:
+    def write_blocks(self, ids: NDArray[np.int32], data: bytes, group: int = 0) -> None:
         """Puts back what `read_blocks` gave. Raises `ExecutorError` for another number of bytes."""
+        check_group(group, len(self.kv_layout.group_bytes))
         self._check_pages("ids", ids)
-        target = self._page_data(len(ids))
+        target = self._page_data(len(ids), group)
         if len(data) != target.nbytes or len(np.unique(ids)) != len(ids):
             raise ExecutorError(f"data has {len(data)} bytes for {len(ids)} pages; expected {target.nbytes}")
         if len(ids):
             content = np.frombuffer(data, target.dtype).reshape(target.shape)
-            self._run("write", {"ids": ids, "data": content}, {})
+            self._run(f"write {group}", {"ids": ids, "data": content}, {})
+
+    def swap_is_cheaper(self, tokens: int) -> bool:
+        """Where the cache is in a device's memory: reading and writing a page moves its bytes, computing it
+        reads all weights. Never on a CPU, where a copy of the pages frees no memory."""
+        return tokens > 0 and device_of(self.providers) != "cpu"
 
     def _check_pages(self, name: str, ids: NDArray[np.int32]) -> None:
         count = self.kv_layout.num_blocks
@@ -243,9 +256,9 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
         if len(ids) and (ids.min() < 0 or ids.max() >= count):
             raise ExecutorError(f"{name} holds pages {ids.min()} to {ids.max()}; the cache has {count}")
 
-    def _page_data(self, pages: int) -> NDArray[Any]:
+    def _page_data(self, pages: int, group: int) -> NDArray[Any]:
         layout, spec = self.kv_layout, self._spec
-        shape = (pages, 2 * spec.num_layers, layout.page_size, spec.num_kv_heads, spec.head_dim)
+        shape = (pages, len(cache_names(spec, group)), layout.page_size, spec.num_kv_heads, spec.head_dim)
         return np.empty(shape, _KV_TYPES[layout.kv_dtype][0])
 
     def _run(self, graph: str, inputs: dict[str, NDArray[Any]], outputs: dict[str, NDArray[Any]]) -> None:

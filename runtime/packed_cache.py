@@ -7,15 +7,14 @@ that of a model in another format always lies there.
 change.
 """
 
-import fcntl
 import logging
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ModelFormatError
 from ..export.artifact import CACHE_FOLDER
+from ..export.atomic_file import new_file
 from ..export.weights import LogicalWeights
 from ..models.spec import ModelSpec
 from .packed_file import MappedWeights, UnusableFile, file_parts, read_packed, same_part, write_packed
@@ -102,54 +101,7 @@ def build_packed(file: Path, source: PackedSource, digest: str) -> MappedWeights
     if file.parent.is_symlink():  # an artifact made elsewhere must not choose where to write
         raise OSError(0, f"{file.parent} is a symbolic link")
     file.parent.mkdir(exist_ok=True)
-    _remove_abandoned(file)
-    temporary, descriptor = _new_sibling(file)
-    try:
-        with open(descriptor, "w+b") as output:
-            write_packed(output, source, digest)
-            output.flush()
-            os.fsync(output.fileno())
-            os.replace(temporary, file)
-            _sync_folder(file.parent)
-            return read_packed(output.fileno(), source.spec, digest)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _new_sibling(file: Path) -> tuple[Path, int]:
-    """A new file beside `file`, locked as long as it is open."""
-    number = 0
-    while True:
-        path = file.with_name(f".{file.name}.nybble-tmp-{os.getpid()}-{number}")
-        number += 1
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        except FileExistsError:
-            continue
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # Before it was locked, another writer may have taken it for an abandoned one and removed it.
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return path, descriptor
-        os.close(descriptor)
-
-
-def _remove_abandoned(file: Path) -> None:
-    """Removes what killed writers left beside `file`: their locks went with them."""
-    for path in file.parent.glob(f".{file.name}.nybble-tmp-*"):
-        with suppress(OSError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            finally:
-                os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with new_file(file) as output:
+        write_packed(output, source, digest)
+        output.flush()
+        return read_packed(output.fileno(), source.spec, digest)

@@ -1,10 +1,9 @@
 """`Scheduler`: what runs in the next step."""
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..kvcache import BlockPool, pages_for
+from ..kvcache import KvCache, pages_for
 from .sequence import Sequence
 
 
@@ -37,15 +36,14 @@ class Scheduler:
 
     def __init__(
         self,
-        pools: Iterable[BlockPool],
-        page_size: int,
+        cache: KvCache,
         *,
         max_batch_tokens: int,
         max_sequences: int,
         max_score_tokens: int,
     ) -> None:
-        self._pools = tuple(pools)
-        self._page_size = page_size
+        self._cache = cache
+        self._page_size = cache.page_size
         self._max_batch_tokens = max_batch_tokens
         # Each running sequence must be able to decode in every step.
         self._max_sequences = min(max_sequences, max_batch_tokens)
@@ -127,7 +125,7 @@ class Scheduler:
         return youngest
 
     def _free_pages(self) -> int:
-        return min(pool.num_free for pool in self._pools)
+        return self._cache.pages_available
 
     def _pages_missing(self, sequence: Sequence) -> int:
         return max(0, pages_for(len(sequence.tokens), self._page_size) - sequence.blocks.num_pages)

@@ -13,7 +13,7 @@ import numpy as np
 
 from .devices import MachineLimits, measure_limits, peak_resident_bytes, resolve_device
 from .errors import DoesNotFitError, SettingError
-from .kvcache import BlockPool, SequenceBlocks
+from .kvcache import KvCache
 from .loading import Loaded, choose_executor, load
 from .models.spec import ModelSpec
 from .quant.recipe import Recipe
@@ -232,12 +232,12 @@ class Runner:
         spec, layout = self._executor.spec, self._executor.kv_layout
         context = max(case.context for case in cases)
         self._ids = np.random.default_rng(SEED).integers(0, spec.vocab_size, context).tolist()
-        pools = [BlockPool(layout.num_blocks) for _ in spec.window_groups or (None,)]
+        cache = KvCache(layout.num_blocks, layout.page_size, spec.window_groups or (None,))
         self._sequences = [
             Running(
                 Request(str(number), tuple(self._ids)),
                 loaded.tokenizer,
-                SequenceBlocks(pools, layout.page_size),
+                cache.sequence(),
                 max_tokens=1,
                 stop_ids=frozenset(),
             )
@@ -276,7 +276,8 @@ class Runner:
         # The pools hand out the same numbers, so the first group's table is that of all.
         source, *others = (sequence.blocks.tables[0][:pages] for sequence in self._sequences)
         for target in others:
-            self._executor.copy_blocks(np.array(source, np.int32), np.array(target, np.int32))
+            for group in range(self._sequences[0].blocks.num_groups):
+                self._executor.copy_blocks(np.array(source, np.int32), np.array(target, np.int32), group)
 
     def _prefill(self, case: Case) -> list[float]:
         sequence, seconds = self._sequences[0], 0.0

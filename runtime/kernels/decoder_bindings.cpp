@@ -205,12 +205,14 @@ class PyDecoder {
         decoder_->step(in, logits.data());
     }
 
-    void copy_blocks(const Ints1& src, const Ints1& dst) {
+    // Pages of a window group: page p of another group's layers is another page.
+    void copy_blocks(const Ints1& src, const Ints1& dst, int group) {
+        const std::vector<int> layers = layers_of(group);
         check_size("dst", dst.size(), src.size());
         check_range("src", src.data(), src.size(), 0, decoder_->num_blocks());
         check_range("dst", dst.data(), dst.size(), 0, decoder_->num_blocks());
         const size_t bytes = decoder_->kv_shape().page_bytes();
-        for (int layer = 0; layer < decoder_->config().num_layers; ++layer) {
+        for (int layer : layers) {
             uint8_t* pages = decoder_->pages(layer);
             for (size_t i = 0; i < src.size(); ++i) {
                 std::memmove(pages + dst.data()[i] * bytes, pages + src.data()[i] * bytes, bytes);
@@ -218,41 +220,53 @@ class PyDecoder {
         }
     }
 
-    // Page after page, each with its layers in order.
-    nb::bytes read_blocks(const Ints1& ids) const {
+    // Page after page, each with the group's layers in order.
+    nb::bytes read_blocks(const Ints1& ids, int group) const {
+        const std::vector<int> layers = layers_of(group);
         check_range("ids", ids.data(), ids.size(), 0, decoder_->num_blocks());
-        const size_t bytes = decoder_->kv_shape().page_bytes(), layers = decoder_->config().num_layers;
-        std::string data(ids.size() * layers * bytes, '\0');
+        const size_t bytes = decoder_->kv_shape().page_bytes();
+        std::string data(ids.size() * layers.size() * bytes, '\0');
         char* out = data.data();
         for (size_t i = 0; i < ids.size(); ++i) {
-            for (size_t layer = 0; layer < layers; ++layer, out += bytes) {
-                std::memcpy(out, decoder_->pages(static_cast<int>(layer)) + ids.data()[i] * bytes, bytes);
+            for (int layer : layers) {
+                std::memcpy(out, decoder_->pages(layer) + ids.data()[i] * bytes, bytes);
+                out += bytes;
             }
         }
         return nb::bytes(data.data(), data.size());
     }
 
-    void write_blocks(const Ints1& ids, const nb::bytes& data) {
+    void write_blocks(const Ints1& ids, const nb::bytes& data, int group) {
+        const std::vector<int> layers = layers_of(group);
         check_range("ids", ids.data(), ids.size(), 0, decoder_->num_blocks());
-        const size_t bytes = decoder_->kv_shape().page_bytes(), layers = decoder_->config().num_layers;
-        check_size("data", data.size(), ids.size() * layers * bytes);
+        const size_t bytes = decoder_->kv_shape().page_bytes();
+        check_size("data", data.size(), ids.size() * layers.size() * bytes);
         const char* in = data.c_str();
         for (size_t i = 0; i < ids.size(); ++i) {
-            for (size_t layer = 0; layer < layers; ++layer, in += bytes) {
-                std::memcpy(decoder_->pages(static_cast<int>(layer)) + ids.data()[i] * bytes, in, bytes);
+            for (int layer : layers) {
+                std::memcpy(decoder_->pages(layer) + ids.data()[i] * bytes, in, bytes);
+                in += bytes;
             }
         }
     }
 
     int logit_stride() const { return decoder_->logit_stride(); }
-    size_t bytes_per_block() const {
-        return decoder_->kv_shape().page_bytes() * decoder_->config().num_layers;
-    }
+    size_t page_bytes() const { return decoder_->kv_shape().page_bytes(); }
     std::string isa() const { return decoder_->kernels().name; }
     int threads() const { return decoder_->threads(); }
     size_t step_bytes() const { return decoder_->step_bytes(); }
 
   private:
+    std::vector<int> layers_of(int group) const {
+        const DecoderConfig& c = decoder_->config();
+        check_range("group", &group, 1, 0, c.num_groups);
+        std::vector<int> layers;
+        for (int layer = 0; layer < c.num_layers; ++layer) {
+            if (c.group_of_layer[layer] == group) layers.push_back(layer);
+        }
+        return layers;
+    }
+
     // Each sequence has tokens in ascending order, stays in the context, and has every page it reads mapped.
     void check_sequences(const DecoderConfig& c, const int32_t* cu, const int32_t* past, const int32_t* table,
                          const StepInput& in) const {
@@ -338,11 +352,12 @@ void bind_decoder(nb::module_& m) {
         .def("step", &PyDecoder::step, "token_ids"_a.noconvert(), "cu_seqlens"_a.noconvert(),
              "past_lens"_a.noconvert(), "block_table"_a.noconvert(), "slot_mapping"_a.noconvert(),
              "logit_rows"_a.noconvert(), "logits"_a.noconvert())
-        .def("copy_blocks", &PyDecoder::copy_blocks, "src"_a.noconvert(), "dst"_a.noconvert())
-        .def("read_blocks", &PyDecoder::read_blocks, "ids"_a.noconvert())
-        .def("write_blocks", &PyDecoder::write_blocks, "ids"_a.noconvert(), "data"_a)
+        .def("copy_blocks", &PyDecoder::copy_blocks, "src"_a.noconvert(), "dst"_a.noconvert(),
+             "group"_a.noconvert())
+        .def("read_blocks", &PyDecoder::read_blocks, "ids"_a.noconvert(), "group"_a.noconvert())
+        .def("write_blocks", &PyDecoder::write_blocks, "ids"_a.noconvert(), "data"_a, "group"_a.noconvert())
         .def_prop_ro("logit_stride", &PyDecoder::logit_stride)
-        .def_prop_ro("bytes_per_block", &PyDecoder::bytes_per_block)
+        .def_prop_ro("page_bytes", &PyDecoder::page_bytes)
         .def_prop_ro("isa", &PyDecoder::isa)
         .def_prop_ro("threads", &PyDecoder::threads)
         .def_prop_ro("step_bytes", &PyDecoder::step_bytes);

@@ -34,15 +34,15 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(self.held))
-        self.pool.incref([block])
         self.held.append(block)
+        assert self.pool.incref(block) == self.held.count(block)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(self.held))
-        self.pool.free([block])
         self.held.remove(block)
+        assert self.pool.decref(block) == self.held.count(block)
 
     @invariant()
     def counts_agree(self) -> None:
@@ -69,22 +69,30 @@ def test_exhaustion_names_the_numbers_and_takes_nothing(size: int, count: int) -
 
 def test_double_free_raises_and_changes_nothing() -> None:
     pool = BlockPool(4)
-    blocks = pool.allocate(2)
-    with pytest.raises(ValueError, match="freed twice"):
-        pool.free([blocks[0], blocks[1], blocks[0]])
-    assert pool.num_used == 2
-    pool.free(blocks)
-    with pytest.raises(ValueError, match="freed twice"):
-        pool.free(blocks)
-    assert pool.num_free == 4
+    block, other = pool.allocate(2)
+    assert pool.decref(block) == 0
+    with pytest.raises(ValueError, match=f"page {block} is freed twice"):
+        pool.decref(block)
+    assert pool.num_used == pool.references(other) == 1
+    assert pool.references(block) == 0
 
 
 def test_free_page_cannot_be_shared_and_strangers_are_refused() -> None:
     pool = BlockPool(2)
     with pytest.raises(ValueError, match="is free"):
-        pool.incref([0])
+        pool.incref(0)
     for bad in (-1, 2):
-        with pytest.raises(ValueError, match="does not exist"):
-            pool.free([bad])
+        for call in (pool.incref, pool.decref, pool.references):
+            with pytest.raises(ValueError, match="does not exist"):
+                call(bad)
     with pytest.raises(ValueError, match="num_blocks"):
         BlockPool(0)
+
+
+def test_a_page_just_freed_is_the_next_to_be_used() -> None:
+    pool = BlockPool(9)
+    pool.allocate(2)
+    table = pool.allocate(3)
+    for block in reversed(table):
+        pool.decref(block)
+    assert pool.allocate(3) == table

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nybble.kvcache import BlockPool, OutOfPagesError, SequenceBlocks, pages_for
+from nybble.kvcache import KvCache, OutOfPagesError, pages_for
 
 
 @settings(max_examples=100, deadline=None)
@@ -17,8 +17,9 @@ from nybble.kvcache import BlockPool, OutOfPagesError, SequenceBlocks, pages_for
 def test_no_slot_ever_belongs_to_two_tokens(
     page_size: int, groups: int, moves: list[tuple[int, int]]
 ) -> None:
-    pools = [BlockPool(12) for _ in range(groups)]
-    sequences = [SequenceBlocks(pools, page_size) for _ in range(4)]
+    cache = KvCache(12, page_size, (None, 30, 20)[:groups])
+    pools = cache.pools
+    sequences = [cache.sequence() for _ in range(4)]
     for which, count in moves:
         sequence = sequences[which]
         before = sequence.num_tokens, sequence.tables
@@ -49,10 +50,10 @@ def test_no_slot_ever_belongs_to_two_tokens(
 
 
 def test_slots_follow_the_table() -> None:
-    pool = BlockPool(5)
-    other = SequenceBlocks([pool], 4)
+    cache = KvCache(5, 4)
+    other = cache.sequence()
     other.append(1)
-    sequence = SequenceBlocks([pool], 4)
+    sequence = cache.sequence()
     sequence.append(3)
     other.append(4)
     sequence.append(3)
@@ -67,9 +68,9 @@ def test_slots_follow_the_table() -> None:
 
 
 def test_tables_are_written_into_a_row_of_a_block_table() -> None:
-    pools = [BlockPool(5), BlockPool(5)]
-    pools[1].allocate(2)
-    sequence = SequenceBlocks(pools, 4)
+    cache = KvCache(5, 4, (None, 16))
+    cache.pools[1].allocate(2)
+    sequence = cache.sequence()
     sequence.append(6)
     block_table = np.full((2, 3, 4), -1, np.int32)
     sequence.write_tables(block_table, 1)
@@ -79,9 +80,10 @@ def test_tables_are_written_into_a_row_of_a_block_table() -> None:
 
 
 def test_append_over_groups_is_all_or_nothing() -> None:
-    wide, narrow = BlockPool(8), BlockPool(2)
-    sequence = SequenceBlocks([wide, narrow], 2)
-    with pytest.raises(OutOfPagesError, match="3 KV pages are needed; 2 of 2 are free"):
+    cache = KvCache(8, 2, (None, 16))
+    cache.pools[1].allocate(6)
+    sequence = cache.sequence()
+    with pytest.raises(OutOfPagesError, match="3 KV pages are needed; 2 of 8 are free"):
         sequence.append(5)
-    assert wide.num_free == 8
-    assert narrow.num_free == 2
+    assert [pool.num_free for pool in cache.pools] == [8, 2]
+    assert sequence.num_tokens == sequence.num_pages == 0

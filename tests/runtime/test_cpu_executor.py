@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from nybble._kernels import supported_kernels
 from nybble.errors import DoesNotFitError, ExecutorError, SettingError, UnsupportedModelError
+from nybble.kvcache import KvCache
 from nybble.models.spec import ModelSpec, RopeSpec
 from nybble.quant.packing import QuantizedTensor
 from nybble.runtime.batch import Batch, prompt_batch
@@ -222,12 +223,14 @@ def test_pages_can_be_copied_and_moved(executor: CpuExecutor, weights: Weights, 
         logit_rows=np.zeros(1, np.int32),
     )
     expected = executor.step(last).copy()
-    executor.copy_blocks(np.array([0, 1], np.int32), np.array([40, 41], np.int32))
+    for group in range(groups):
+        executor.copy_blocks(np.array([0, 1], np.int32), np.array([40, 41], np.int32), group)
     copied = replace(last, block_table=np.tile(np.array([40, 41, 79], np.int32), (groups, 1, 1)))
     assert np.array_equal(executor.step(copied), expected)
-    data = executor.read_blocks(np.array([0, 1], np.int32))
-    assert len(data) == 2 * executor.kv_layout.bytes_per_block
-    executor.write_blocks(np.array([60, 61], np.int32), data)
+    data = [executor.read_blocks(np.array([0, 1], np.int32), group) for group in range(groups)]
+    assert sum(map(len, data)) == 2 * executor.kv_layout.bytes_per_block
+    for group in range(groups):
+        executor.write_blocks(np.array([60, 61], np.int32), data[group], group)
     moved = replace(last, block_table=np.tile(np.array([60, 61, 79], np.int32), (groups, 1, 1)))
     assert np.array_equal(executor.step(moved), expected)
 
@@ -483,13 +486,64 @@ def test_what_is_no_number_reaches_the_logits(weights: Weights, ids: list[int], 
 
 def test_copies_read_all_pages_before_they_write_any(executor: CpuExecutor) -> None:
     executor.allocate_kv(4)
-    size = executor.kv_layout.bytes_per_block
+    size = executor.kv_layout.group_bytes[0]
     pages = np.arange(3, dtype=np.int32)
     executor.write_blocks(pages, b"".join(bytes([n]) * size for n in (1, 2, 3)))
     executor.copy_blocks(pages[:2], pages[1:])
     assert executor.read_blocks(pages) == b"".join(bytes([n]) * size for n in (1, 1, 2))
     with pytest.raises(ExecutorError, match="dst"):
         executor.copy_blocks(pages[:2], np.zeros(2, np.int32))
+
+
+def test_pages_of_a_window_group_are_its_own(executor: CpuExecutor, weights: Weights) -> None:
+    """Whatever is done to one group's pages, the others' hold what they held."""
+    groups = range(len(weights.spec.window_groups))
+    executor.allocate_kv(4)
+    pages, sizes = np.arange(4, dtype=np.int32), executor.kv_layout.group_bytes
+    of_layer = weights.spec.group_of_layer
+    assert len(groups) == len(sizes) > 1
+    assert sizes == tuple(of_layer.count(g) * sum(sizes) // len(of_layer) for g in groups)
+    content = [[bytes([16 * g + p]) * sizes[g] for p in pages] for g in groups]
+    for group in groups:
+        executor.write_blocks(pages, b"".join(content[group]), group)
+    for group in groups:
+        executor.copy_blocks(pages[group : group + 1], pages[3:], group)
+        content[group][3] = content[group][group]
+        executor.copy_blocks(pages[:2], pages[1::-1].copy(), group)
+        content[group][:2] = content[group][1::-1]
+        assert [executor.read_blocks(pages, g) for g in groups] == [b"".join(each) for each in content]
+    with pytest.raises(ExecutorError, match=rf"^group is {len(groups)}; expected 0 to 1"):
+        executor.read_blocks(pages, len(groups))
+
+
+def test_pages_that_left_the_window_need_not_be_there(
+    executor: CpuExecutor, weights: Weights, ids: list[int]
+) -> None:
+    """The same bits without them: decodes and chunks, over the border of a segment."""
+    windows = weights.spec.window_groups
+    expected = paged_logits(executor, ids, kv_dtype="f16")
+    executor.allocate_kv(80, 16, "f16")
+    blocks, found, start = KvCache(80, 16, windows).sequence(), [], 0
+    for count in [1, 40, 1, 1, 17, 3] * 20:
+        count = min(count, len(ids) - start)
+        if count == 0:
+            break
+        blocks.append(count)
+        table = np.full((len(windows), 1, blocks.num_pages), -1, np.int32)
+        blocks.write_tables(table, 0)
+        batch = Batch(
+            np.array(ids[start : start + count], np.int32),
+            np.array([0, count], np.int32),
+            np.array([start], np.int32),
+            table,
+            np.array(blocks.slots(start, count), np.int32),
+            np.arange(count, dtype=np.int32),
+        )
+        found.append(executor.step(batch).copy())
+        start += count
+        blocks.release_window(start)
+    assert any(-1 in table for table in blocks.tables)
+    assert np.array_equal(np.concatenate(found), expected)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nybble.errors import DoesNotFitError, ExecutorError, RequestError, SettingError
-from nybble.kvcache import BlockPool, SequenceBlocks
+from nybble.kvcache import KvCache
 from nybble.runtime.engine import Engine, build_batch
 from nybble.runtime.sampler import sample
 from nybble.runtime.sampling_params import ResolvedSampling, SamplingParams
@@ -30,14 +30,12 @@ def make_engine(make_executor: Make, byte_tokenizer: Tokenizer) -> Make:
 
 
 def test_a_batch_is_arrays_that_kernels_read(byte_tokenizer: Tokenizer) -> None:
-    pools = [BlockPool(9), BlockPool(9)]
-    pools[1].allocate(1)
+    cache = KvCache(9, 4, (None, 16))
+    cache.pools[1].allocate(1)
     chunks = []
     for number, (computed, length) in enumerate(((0, 5), (9, 10), (2, 9))):
         request = Request(str(number), tuple(range(length)))
-        sequence = Sequence(
-            request, byte_tokenizer, SequenceBlocks(pools, 4), max_tokens=1, stop_ids=frozenset()
-        )
+        sequence = Sequence(request, byte_tokenizer, cache.sequence(), max_tokens=1, stop_ids=frozenset())
         sequence.blocks.append(length)
         sequence.computed = computed
         chunks.append(Chunk(sequence, 3 if computed == 2 else length - computed))

@@ -188,11 +188,11 @@ def test_logits_are_written_into_an_array_that_fits(executor: CpuExecutor, batch
 def page_calls(executor: CpuExecutor) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """The calls that take pages, with arguments that they accept."""
     ids = np.array([3, 1, 4], np.int32)
-    data = bytes(len(ids) * executor.kv_layout.bytes_per_block)
+    data = bytes(len(ids) * executor.kv_layout.group_bytes[1])
     return {
-        "copy_blocks": (executor.copy_blocks, {"src": ids, "dst": ids + 4}),
-        "read_blocks": (executor.read_blocks, {"ids": ids}),
-        "write_blocks": (executor.write_blocks, {"ids": ids, "data": data}),
+        "copy_blocks": (executor.copy_blocks, {"src": ids, "dst": ids + 4, "group": 1}),
+        "read_blocks": (executor.read_blocks, {"ids": ids, "group": 1}),
+        "write_blocks": (executor.write_blocks, {"ids": ids, "data": data, "group": 1}),
     }
 
 
@@ -216,6 +216,16 @@ def test_calls_that_take_pages_name_the_array(
     names = ("src", "dst", "ids", "data") if kind == "length" else (name,)
     assert str(raised.value).startswith(names)
     executor.close()
+
+
+@pytest.mark.parametrize("group", [-1, 2, 1 << 40, None, 0.0, "0"])
+@pytest.mark.parametrize("call", ["copy_blocks", "read_blocks", "write_blocks"])
+def test_calls_that_take_pages_name_a_group_that_is_not_there(
+    executor: CpuExecutor, call: str, group: Any
+) -> None:
+    function, arguments = page_calls(executor)[call]
+    with pytest.raises(ExecutorError, match=r"^group is .*; expected 0 to 1"):
+        function(**{**arguments, "group": group})
 
 
 @pytest.mark.parametrize(
@@ -345,3 +355,15 @@ def test_a_decoder_that_lacks_weights_is_refused() -> None:
         calls[name].function(**calls[name].arguments)
         with pytest.raises(ValueError, match=missing):
             _kernels.Decoder(calls[name].function.__self__, 1, "")
+
+
+@pytest.mark.parametrize("group", [-1, 2, 2**31 - 1])
+def test_the_extension_refuses_a_group_that_is_not_there(executor: CpuExecutor, group: int) -> None:
+    decoder, ids = executor._open(), np.array([3], np.int32)
+    for call in (
+        lambda: decoder.copy_blocks(ids, ids, group),
+        lambda: decoder.read_blocks(ids, group),
+        lambda: decoder.write_blocks(ids, bytes(8), group),
+    ):
+        with pytest.raises(ValueError, match=rf"^group holds {group} "):
+            call()

@@ -269,6 +269,7 @@ def test_f16_pages_are_half_the_size_and_nearly_as_good(executor: OrtExecutor) -
     assert executor.kv_layout.bytes_per_block == size // 2 == 2 * 2 * PAGE * 2 * 16 * 2
     found = executor.step(make_batch([(0, IDS)]))
     assert 0 < np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
+    assert executor.kv_layout.group_bytes == (size // 4,) * 2
     content = executor.read_blocks(int32(0, 1, 2))
     executor.write_blocks(int32(10, 11, 12), content)
     assert executor.read_blocks(int32(10, 11, 12)) == content
@@ -285,17 +286,37 @@ def test_blocks_read_copied_and_written_keep_a_sequence(executor: OrtExecutor) -
         slot_mapping=(moved[last.slot_mapping // PAGE] * PAGE + last.slot_mapping % PAGE).astype(np.int32),
     )
     pages = np.arange(6, dtype=np.int32)
-    saved = executor.read_blocks(pages)
-    assert len(saved) == 6 * executor.kv_layout.bytes_per_block
+    saved = read_all(executor, pages)
+    assert sum(map(len, saved)) == 6 * executor.kv_layout.bytes_per_block
 
-    executor.copy_blocks(pages, moved)
+    for group in range(2):
+        executor.copy_blocks(pages, moved, group)
     np.testing.assert_array_equal(executor.step(there), expected)
-    assert executor.read_blocks(moved) == saved
+    assert read_all(executor, moved) == saved
 
     executor.allocate_kv(BLOCKS, PAGE, "f32")
-    assert not any(executor.read_blocks(moved))
-    executor.write_blocks(moved, saved)
+    assert not any(map(any, read_all(executor, moved)))
+    for group in range(2):
+        executor.write_blocks(moved, saved[group], group)
     np.testing.assert_array_equal(executor.step(there), expected)
+
+
+def test_pages_of_a_window_group_are_its_own(executor: OrtExecutor) -> None:
+    executor.step(make_batch([(0, IDS)], rows=[]))
+    pages, other = int32(0, 1), int32(7, 8)
+    before = read_all(executor, int32(0, 1, 7, 8))
+    saved = executor.read_blocks(pages, 1)
+    executor.copy_blocks(pages, other, 1)
+    assert executor.read_blocks(other, 1) == saved
+    executor.write_blocks(int32(0), saved[: len(saved) // 2], 0)
+    assert executor.read_blocks(int32(0, 1, 7, 8), 0)[len(saved) // 2 :] == before[0][len(saved) // 2 :]
+    assert executor.read_blocks(pages, 1) == saved
+    assert read_all(executor, int32(0, 1, 7, 8)) != before
+
+
+def read_all(executor: OrtExecutor, pages: NDArray[np.int32]) -> list[bytes]:
+    """What these pages hold in each group."""
+    return [executor.read_blocks(pages, group) for group in range(len(executor.kv_layout.group_bytes))]
 
 
 def test_pages_that_swap_are_all_read_first(executor: OrtExecutor) -> None:
@@ -358,10 +379,10 @@ def test_arrays_that_break_the_contract_are_named_and_nothing_is_written(
     case: str, executor: OrtExecutor
 ) -> None:
     changes, message = BAD[case]
-    before = executor.read_blocks(np.arange(BLOCKS, dtype=np.int32))
+    before = read_all(executor, np.arange(BLOCKS, dtype=np.int32))
     with pytest.raises(ExecutorError, match=message):
         executor.step(replace(GOOD, **changes))
-    assert executor.read_blocks(np.arange(BLOCKS, dtype=np.int32)) == before
+    assert read_all(executor, np.arange(BLOCKS, dtype=np.int32)) == before
     assert executor.step(GOOD).shape == (3, VOCAB)
 
 
@@ -374,7 +395,10 @@ def test_arrays_that_break_the_contract_are_named_and_nothing_is_written(
         lambda e: e.read_blocks(int32(-1)),
         lambda e: e.read_blocks(np.array([0])),
         lambda e: e.write_blocks(int32(0), b"short"),
-        lambda e: e.write_blocks(int32(0, 0), bytes(2 * e.kv_layout.bytes_per_block)),
+        lambda e: e.write_blocks(int32(0, 0), bytes(2 * e.kv_layout.group_bytes[0])),
+        lambda e: e.copy_blocks(int32(0), int32(1), 2),
+        lambda e: e.read_blocks(int32(0), -1),
+        lambda e: e.write_blocks(int32(0), bytes(e.kv_layout.group_bytes[0]), "all"),
     ],
 )
 def test_pages_that_are_not_there_are_refused(

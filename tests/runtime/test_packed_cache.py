@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nybble.errors import ModelFormatError
+from nybble.export import atomic_file
 from nybble.export.weights import LogicalTensor, LogicalWeights
 from nybble.quant.packing import QuantizedTensor, from_gptq, to_gptq
-from nybble.runtime import packed_cache
 from nybble.runtime.cpu_executor import CpuExecutor
 from nybble.runtime.packed_cache import build_packed, cache_files, check_packed, load_packed
 from nybble.runtime.packed_file import MappedWeights
@@ -473,7 +473,7 @@ def test_a_killed_writer_leaves_the_old_file_or_the_new_one(
 
     def write() -> None:
         if place != "tensor":
-            setattr(packed_cache if place.startswith("_") else os, place, killed)
+            setattr(atomic_file if place.startswith("_") else os, place, killed)
         load_packed(tmp_path, DIGEST, weights.spec, lambda: Killed(weights.spec, weights.tensors))
 
     _, status = os.waitpid(child(write), 0)
