@@ -217,19 +217,24 @@ class AttentionRun {
         for (int j = 0; j < kPages; ++j) bases[j] = page(view, p + i + j).base;
         const auto of = [&](int j) { return Page<kType>{bases[j], layout_}; };
         float* out = s_.scores + skipped * kSegmentTokens + (p + i) * kPageTokens;
-        Ahead ahead = direct_ ? after_keys(view, p) : Ahead();
-        const auto round = [&] { ahead.template lines<kType == KvType::kF16 ? 2 : 4>(); };
-        if constexpr (kType == KvType::kInt8) {
-            integer_scores<kPages>([&](int j, int d) { return of(j).keys(d); },
-                                   [&](int j) { return of(j).key_scales(); }, s_.queries.from(skipped),
-                                   rows_ - skipped, out, round);
-        } else if (direct_) {
-            float_scores<kPages>([&](int j, int d) { return of(j).keys(d); }, s_.query, rows_, head_dim_, out,
-                                 round);
+        const auto scores = [&](auto key, auto round) {
+            if constexpr (kType == KvType::kInt8) {
+                integer_scores<kPages>(
+                    key, [&](int j) { return of(j).key_scales(); }, s_.queries.from(skipped), rows_ - skipped,
+                    out, round);
+            } else {
+                float_scores<kPages>(key, s_.query + skipped, rows_ - skipped, head_dim_, out, round);
+            }
+        };
+        const auto stored = [&](int j, int d) { return of(j).keys(d); };
+        if (direct_) {
+            Ahead ahead = after_keys(view, p);
+            scores(stored, [&] { ahead.template lines<kType == KvType::kF16 ? 2 : 4>(); });
+        } else if constexpr (kType == KvType::kInt8) {
+            scores(stored, [] {});
         } else {
-            float_scores<kPages>(
-                [&](int j, int d) { return load(s_.keys + d * kChunkTokens + (i + j) * kPageTokens); },
-                s_.query + skipped, rows_ - skipped, head_dim_, out, [] {});
+            scores([&](int j, int d) { return load(s_.keys + d * kChunkTokens + (i + j) * kPageTokens); },
+                   [] {});
         }
     }
 
