@@ -68,6 +68,7 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     timings: Timings
+    dropped_messages: int = 0  # of a conversation that has outgrown the context, its oldest
 
     @property
     def text(self) -> str:
