@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..devices.kernels import choose_isa
 from ..errors import (
+    AllocationError,
     DoesNotFitError,
     ExecutorError,
     SettingError,
@@ -183,7 +184,7 @@ class CpuExecutor:
         except (ValueError, TypeError) as error:
             raise ExecutorError(_contract_error(batch, error)) from None
         except MemoryError:
-            raise ExecutorError(f"memory ran out in a step of {len(batch.token_ids)} tokens") from None
+            raise AllocationError(f"memory ran out in a step of {len(batch.token_ids)} tokens") from None
         return self._logits[:rows, : self._spec.vocab_size]
 
     def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32], group: int = 0) -> None:

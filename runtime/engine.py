@@ -1,29 +1,53 @@
 """`Engine`: requests in, tokens out, one step at a time."""
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Listed
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..devices.memory_plan import SCORE_LOGITS_BYTES
-from ..errors import DoesNotFitError, ExecutorError, NybbleError, RequestError, SettingError
-from ..kvcache import KvCache, pages_for
-from .batch import Batch
+from ..errors import AllocationError, ExecutorError, NybbleError, RequestError, SettingError
+from ..kvcache import KvCache
+from .answering import choose_tokens, score_tokens
+from .batch_building import build_batch, logit_rows
+from .constraint import Constraints
 from .executor import Executor
-from .outputs import Logprob
-from .sampler import log_softmax, sample, top_logprobs
-from .sampling_params import ResolvedSampling
-from .scheduler import Chunk, Scheduler
+from .page_copies import PageCopies
+from .request_limits import RequestLimits, slid
+from .scheduler import AGEING_SECONDS, Scheduler
 from .sequence import Request, Sequence
+from .sequence_state import Chunk, shape_of
+from .speculation import Speculator
+from .statistics import EngineStatistics, StatisticsRecorder, StepStatistics
+from .swapper import Swapper
+from .token_chooser import TokenChooser
 from .tokenizer import Tokenizer
+
+__all__ = ["Engine", "build_batch"]
 
 
 class Engine:
     """Runs requests on an executor whose cache is allocated. Not safe to use from several threads at once.
 
-    `max_model_len` is the most tokens of one sequence, `max_batch_tokens` the most new tokens of one step,
-    `eos_token_ids` the model's own stop tokens, `generation_config` what unset sampling settings come from.
+    - `max_model_len`: the most tokens of one sequence. `max_batch_tokens`: the most new tokens of one step.
+      `max_sequences`: the most that run at once.
+    - `eos_token_ids`: the model's own stop tokens. `generation_config`: where unset sampling settings come
+      from.
+    - `max_waiting`, `max_waiting_tokens`: how many requests, and tokens of theirs, may wait before `add`
+      raises `QueueFull`; None is no bound.
+    - `target_token_ms`: how long a step in which answers go on may be made by prompts, in milliseconds;
+      without one it is two and a half times a step without prompts.
+    - `ageing_seconds`: how much longer a request has to wait to come before one of the next higher priority.
+    - `share_prefixes`, `min_shared_tokens`: whether a prompt's beginning is taken from what was computed
+      before, and the fewest tokens for which it is.
+    - `swap_bytes`: host memory for what preempted sequences had computed, where the executor says that this
+      is cheaper than to compute it again; by default as much as the cache has.
+    - `speculator`: what guesses tokens ahead, or None.
+    - `bandwidth`: bytes a second that the machine can read, for the statistics.
+    - `on_step`, `on_end`: called after each step, and with the first sequence of each request that ended.
     """
 
     def __init__(
@@ -36,32 +60,69 @@ class Engine:
         max_sequences: int = 16,
         eos_token_ids: Iterable[int] = (),
         generation_config: Mapping[str, Any] | None = None,
+        max_waiting: int | None = None,
+        max_waiting_tokens: int | None = None,
+        target_token_ms: float | None = None,
+        ageing_seconds: float = AGEING_SECONDS,
+        share_prefixes: bool = True,
+        min_shared_tokens: int | None = None,
+        swap_bytes: int | None = None,
+        speculator: Speculator | None = None,
+        bandwidth: float | None = None,
+        on_step: Callable[[StepStatistics], None] | None = None,
+        on_end: Callable[[Sequence], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         for name, value in (
             ("max_model_len", max_model_len),
             ("max_batch_tokens", max_batch_tokens),
             ("max_sequences", max_sequences),
+            ("max_waiting", max_waiting),
+            ("max_waiting_tokens", max_waiting_tokens),
+            ("min_shared_tokens", min_shared_tokens),
         ):
-            if value < 1:
+            if value is not None and value < 1:
                 raise SettingError(f"{name} is {value}; expected at least 1")
-        layout = executor.kv_layout
-        self._executor = executor
-        self._tokenizer = tokenizer
-        self._vocab_size = executor.spec.vocab_size
-        self._page_size = layout.page_size
+        if target_token_ms is not None and not target_token_ms > 0:
+            raise SettingError(f"target_token_ms is {target_token_ms}; expected more than 0 milliseconds")
+        layout, spec = executor.kv_layout, executor.spec
+        self._executor, self._tokenizer = executor, tokenizer
+        self._vocab_size = spec.vocab_size
         self._max_model_len = max_model_len
-        self._capacity = layout.num_blocks * layout.page_size
+        self._max_score_tokens = max(1, SCORE_LOGITS_BYTES // (4 * self._vocab_size))
         self._eos = frozenset(eos_token_ids)
         self._generation_config = dict(generation_config or {})
-        self._cache = KvCache(layout.num_blocks, layout.page_size, executor.spec.window_groups or (None,))
-        self._scheduler = Scheduler(
-            self._cache,
+        self._constraints = Constraints(tokenizer, self._vocab_size, self._eos)
+        self._speculator, self._clock = speculator, clock
+        self._on_step, self._on_end = on_step, on_end
+        self.cache = KvCache(
+            layout.num_blocks, layout.page_size, spec.window_groups or (None,),
+            share_prefixes=share_prefixes, min_shared_tokens=min_shared_tokens,
+        )  # fmt: skip
+        if swap_bytes is None:
+            swap_bytes = layout.num_blocks * layout.bytes_per_block
+        self._copies = PageCopies(executor, self.cache)
+        self._swapper = Swapper(executor, self.cache, self._copies, swap_bytes)
+        self._limits = RequestLimits(self._vocab_size, max_model_len, self.cache)
+        self._scheduler: Scheduler[Sequence] = Scheduler(
+            self.cache,
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
-            max_score_tokens=max(1, SCORE_LOGITS_BYTES // (4 * self._vocab_size)),
+            max_waiting=max_waiting,
+            max_waiting_tokens=max_waiting_tokens,
+            target_seconds=None if target_token_ms is None else target_token_ms / 1e3,
+            ageing_seconds=ageing_seconds,
+            propose=None if speculator is None else self._propose,
+            swapper=self._swapper,
+            clock=clock,
         )
-        self._sequences: dict[str, Sequence] = {}
-        self._sampling: dict[str, ResolvedSampling] = {}
+        self._recorder = StatisticsRecorder(
+            spec,
+            weight_bytes=executor.weight_bytes,
+            kv_token_bytes=layout.bytes_per_block / layout.page_size,
+            bandwidth=bandwidth,
+        )
+        self._sequences: dict[str, Sequence] = {}  # the first of each request
         self._stepping = False
         self._aborts: list[str] = []  # asked for inside a step
 
@@ -71,42 +132,58 @@ class Engine:
 
     @property
     def pages_free(self) -> int:
-        """Free pages of the cache, in the group that has fewest."""
-        return min(pool.num_free for pool in self._cache.pools)
+        """Pages of the cache that no sequence uses, in the group that has fewest."""
+        return self.cache.pages_available
+
+    @property
+    def statistics(self) -> EngineStatistics:
+        """As things are now."""
+        return self._recorder.snapshot(self._scheduler, self.cache)
 
     def add(self, request: Request) -> Sequence:
-        """Queues a request and returns its sequence, which fills as `step` is called. Raises `RequestError`
-        for a prompt that is empty, too long or no tokens of this model, `DoesNotFitError` for one that the
-        cache could never hold, `SettingError` for settings that do not fit the model."""
+        """Queues a request and returns its first sequence, which fills as `step` is called. Raises
+        `RequestError` for a prompt that is empty, too long or no tokens of this model, `DoesNotFitError` for
+        one that the cache could never hold, `SettingError` for settings that do not fit the model,
+        `QueueFull` where too much waits."""
         if request.id in self._sequences:
             raise RequestError(f"request {request.id} is running already")
-        sampling = request.params.resolve(self._generation_config)
-        max_tokens = self._check(request)
-        eos = frozenset() if request.params.ignore_eos else self._eos
+        max_tokens = self._limits.check(request)
+        self._scheduler.check_room(len(request.prompt_ids))
+        params = request.params
+        stop_ids = (frozenset() if params.ignore_eos else self._eos) | frozenset(params.stop_token_ids)
         sequence = Sequence(
             request,
             self._tokenizer,
-            self._cache.sequence(),
+            self.cache.sequence(),
             max_tokens=max_tokens,
-            stop_ids=eos | frozenset(request.params.stop_token_ids),
+            stop_ids=stop_ids,
+            chooser=self._make_chooser(request, stop_ids),
+            chunk_limit=self._max_score_tokens,
+            clock=self._clock,
         )
-        self._sequences[request.id] = sequence
-        self._sampling[request.id] = sampling
         self._scheduler.add(sequence)
+        self._sequences[request.id] = sequence
+        self._recorder.added += 1
         return sequence
 
     def step(self) -> list[Sequence]:
-        """Runs one batch and returns the sequences in it. An executor's error fails these and no others."""
-        self._stepping = True
+        """Runs one batch and returns the first sequence of each request in it, and of those that failed
+        before they came so far. An executor's error fails these and no others. Empty where memory must be
+        found first: the next step goes on."""
+        started, self._stepping = self._clock(), True
         try:
-            chunks = self._scheduler.schedule()
-            if chunks:
-                self._advance(chunks)
+            plan = self._scheduler.schedule()
+            for sequence, reason in plan.failed:
+                self._fail(sequence, reason)
+            if plan.chunks:
+                self._advance(plan.chunks, started)
         finally:
             self._stepping = False
             while self._aborts:
                 self.abort(self._aborts.pop())
-        return [chunk.sequence for chunk in chunks]
+        touched = [sequence.first for sequence, _ in plan.failed]
+        touched += [chunk.sequence.first for chunk in plan.chunks]
+        return list(dict.fromkeys(touched))
 
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its pages; nothing happens when it has ended already. Inside a step, where
@@ -114,150 +191,133 @@ class Engine:
         if self._stepping:
             self._aborts.append(request_id)
         elif (sequence := self._sequences.get(request_id)) is not None:
-            sequence.abort()
-            self._forget(sequence)
+            for sample in sequence.samples:
+                if not sample.ended:
+                    sample.abort()
+                    self._retire(sample)
 
     def abort_all(self) -> None:
         """Ends every request."""
         for request_id in list(self._sequences):
             self.abort(request_id)
 
-    def _advance(self, chunks: list[Chunk]) -> None:
+    def _advance(self, chunks: list[Chunk[Sequence]], started: float) -> None:
+        before = self._clock()
         try:
             logits = self._run(chunks)
+        except (MemoryError, AllocationError) as error:
+            if not self._scheduler.shrink(chunks):
+                self._fail_all(chunks, error)
         except Exception as error:
-            for chunk in chunks:
-                self._fail(chunk.sequence, error)
+            self._fail_all(chunks, error)
         else:
-            self._commit(chunks, logits)
+            now, shape = self._clock(), shape_of(chunks)
+            self._commit(chunks, logits, now)
+            step = StepStatistics(shape, self._clock() - started, now - before)
+            self._scheduler.observe(shape, step.seconds)
+            if self._speculator is not None and not shape.prefills:
+                self._speculator.observe_step(shape.decodes, shape.draft_tokens, step.seconds)
+            self._recorder.step(step, chunks)
+            if self._on_step is not None:
+                self._on_step(step)
 
-    def _run(self, chunks: list[Chunk]) -> NDArray[np.float32]:
+    def _run(self, chunks: list[Chunk[Sequence]]) -> NDArray[np.float32]:
         batch = build_batch(chunks)
+        self._copies.make()
         logits = self._executor.step(batch)
         expected = (len(batch.logit_rows), self._vocab_size)
         if logits.shape != expected:
             raise ExecutorError(f"the executor returned logits of shape {logits.shape}; expected {expected}")
         return logits
 
-    def _commit(self, chunks: list[Chunk], logits: NDArray[np.float32]) -> None:
+    def _commit(self, chunks: list[Chunk[Sequence]], logits: NDArray[np.float32], now: float) -> None:
         row = 0
         for chunk in chunks:
-            sequence, rows = chunk.sequence, logits[row : row + len(_logit_rows(chunk))]
+            sequence, rows = chunk.sequence, logits[row : row + len(logit_rows(chunk))]
             row += len(rows)
-            start, completes = sequence.computed, chunk.completes
-            sequence.computed += chunk.count
+            if sequence.ended:
+                continue  # another answer of its request failed in this step
             try:
-                if sequence.request.score:
-                    _score(sequence, rows, start, completes)
-                elif completes:
-                    self._sample(sequence, rows[0])
-            except NybbleError as error:
+                self._commit_one(chunk, rows, now)
+            except Exception as error:
                 self._fail(sequence, error)
-            if sequence.finished:
-                self._forget(sequence)
+            if sequence.ended and sequence.is_running:
+                self._retire(sequence)
 
-    def _sample(self, sequence: Sequence, logits: NDArray[np.float32]) -> None:
-        sampling, wanted = self._sampling[sequence.request.id], sequence.request.params.logprobs
-        token = sample(
-            logits,
-            sampling,
-            seed=sequence.request.seed,
-            index=0,
-            position=len(sequence.tokens),
-            seen=sequence.seen_ids if sampling.repetition_penalty != 1.0 else None,
-            banned=[i for i in sequence.banned if i < self._vocab_size],
+    def _commit_one(self, chunk: Chunk[Sequence], rows: NDArray[np.float32], now: float) -> None:
+        sequence, request = chunk.sequence, chunk.sequence.request
+        if request.score:
+            score_tokens(chunk, rows)
+            self._scheduler.advance(chunk, chunk.count)
+        elif not chunk.completes:
+            self._scheduler.advance(chunk, chunk.count)
+        else:
+            forks = sequence.num_output == 0 and request.samples > 1
+            kept = choose_tokens(chunk, rows, self._recorder, now, self._speculator)
+            self._scheduler.advance(chunk, kept)
+            if forks:
+                self._fork(sequence, rows, now)
+            if (
+                len(sequence.tokens) >= self._max_model_len
+                and not sequence.ended
+                and request.on_context_end == "slide"
+            ):
+                self._scheduler.restart(sequence, slid(sequence.tokens, request.n_keep))
+
+    def _fork(self, sequence: Sequence, rows: NDArray[np.float32], now: float) -> None:
+        """The request's other answers begin where its prompt ends."""
+        for index in range(1, sequence.request.samples):
+            other = sequence.fork(index, self.cache.sequence())
+            self._scheduler.fork(sequence, other)
+            choose_tokens(Chunk(other, 0), rows, self._recorder, now)
+            if other.ended:
+                self._retire(other)
+
+    def _propose(self, sequences: Listed[Sequence], room: int) -> Listed[Listed[int]]:
+        assert self._speculator is not None
+        limits = [
+            min(s.max_tokens - s.num_output, self._max_model_len - len(s.tokens)) - 1 if s.num_output else 0
+            for s in sequences  # several answers begin together, where the prompt ends
+        ]
+        return self._speculator.propose(sequences, limits, room)
+
+    def _make_chooser(self, request: Request, stop_ids: frozenset[int]) -> TokenChooser:
+        params = request.params
+        return TokenChooser(
+            params.resolve(self._generation_config),
+            vocab_size=self._vocab_size,
+            seed=request.seed,
+            prompt_ids=request.prompt_ids,
+            stop_ids=stop_ids,
+            min_tokens=params.min_tokens,
+            logit_bias=params.logit_bias,
+            constraint=self._constraints.start(params),
         )
-        logprobs = None
-        if wanted is not None:
-            logprobs = {
-                i: Logprob(value, rank, self._tokenizer.token_text(i))
-                for i, (value, rank) in top_logprobs(logits, token, wanted).items()
-            }
-        sequence.append(token, logprobs)
+
+    def _fail_all(self, chunks: list[Chunk[Sequence]], error: Exception) -> None:
+        for chunk in chunks:
+            self._fail(chunk.sequence, error)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
+        """Fails the whole request."""
         if not isinstance(error, NybbleError):
             reason = " ".join(str(error).split()) or "no message"
             wrapped = ExecutorError(f"the executor failed in a step: {type(error).__name__}: {reason}")
             wrapped.__cause__ = error
             error = wrapped
-        sequence.fail(error)
-        self._forget(sequence)
+        sequence.first.error = error  # the request's, though its first answer may have ended
+        for sample in sequence.samples:
+            if not sample.ended:
+                sample.fail(error)
+                self._retire(sample)
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _retire(self, sequence: Sequence) -> None:
+        """An answer has ended."""
         self._scheduler.remove(sequence)
-        self._sequences.pop(sequence.request.id, None)
-        self._sampling.pop(sequence.request.id, None)
-
-    def _check(self, request: Request) -> int:
-        """The most tokens of the answer."""
-        prompt, params = len(request.prompt_ids), request.params
-        if prompt == 0:
-            raise RequestError("the prompt is empty; expected at least one token")
-        top = max(request.prompt_ids)
-        if top >= self._vocab_size:
-            raise RequestError(f"the prompt holds token {top}; the model has {self._vocab_size} tokens")
-        if params.logprobs is not None and params.logprobs > self._vocab_size:
-            raise SettingError(f"logprobs is {params.logprobs}; the model has {self._vocab_size} tokens")
-        answer = 0 if request.score else 1
-        if prompt + answer > self._max_model_len:
-            raise RequestError(
-                f"the prompt has {prompt} tokens; the context holds {self._max_model_len}"
-                + (", the answer included" if answer else "")
-            )
-        longest = min(prompt + (params.max_tokens or answer), self._max_model_len)
-        if longest > self._capacity:
-            pages, there = pages_for(longest, self._page_size), self._capacity // self._page_size
-            raise DoesNotFitError(
-                f"the request needs {longest} tokens of KV cache, {pages} pages; "
-                f"the cache has {self._capacity} tokens, {there} pages"
-            )
-        room = min(self._max_model_len, self._capacity) - prompt
-        return room if params.max_tokens is None else min(params.max_tokens, room)
-
-
-def build_batch(chunks: list[Chunk]) -> Batch:
-    """The executor's input for these chunks, whose pages are allocated."""
-    # Few calls of numpy: after a step the caches are empty of it, and each takes microseconds.
-    tokens: list[int] = []
-    begins, past, rows, widest = [0], [], [], 0
-    slots: list[list[int]] = [[] for _ in range(chunks[0].sequence.blocks.num_groups)]
-    for chunk in chunks:
-        sequence, begin = chunk.sequence, begins[-1]
-        rows += [begin + row for row in _logit_rows(chunk)]
-        tokens += chunk.tokens
-        begins.append(begin + chunk.count)
-        past.append(sequence.computed)
-        for of_group, more in zip(slots, sequence.blocks.slots(sequence.computed, chunk.count), strict=True):
-            of_group += more
-        widest = max(widest, sequence.blocks.num_pages)
-    block_table = np.empty((len(slots), len(chunks), widest), np.int32)
-    block_table.fill(-1)
-    for row, chunk in enumerate(chunks):
-        chunk.sequence.blocks.write_tables(block_table, row)
-    return Batch(
-        token_ids=np.array(tokens, np.int32),
-        cu_seqlens=np.array(begins, np.int32),
-        past_lens=np.array(past, np.int32),
-        block_table=block_table,
-        slot_mapping=np.array(slots, np.int32),
-        logit_rows=np.array(rows, np.int32),
-    )
-
-
-def _logit_rows(chunk: Chunk) -> range:
-    """The chunk's rows whose logits are needed: the last of all tokens for an answer; for a score every one
-    that has a next token."""
-    if chunk.sequence.request.score:
-        return range(chunk.count - chunk.completes)
-    return range(chunk.count - 1, chunk.count) if chunk.completes else range(0)
-
-
-def _score(sequence: Sequence, logits: NDArray[np.float32], start: int, completes: bool) -> None:
-    for row, token in zip(logits, sequence.tokens[start + 1 :], strict=False):
-        value = float(log_softmax(row)[token])
-        if not np.isfinite(value):
-            raise ExecutorError(f"the log-probability of token {token} is {value}; expected a number")
-        sequence.scores.append(value)
-    if completes:
-        sequence.complete_score()
+        if self._speculator is not None:
+            self._speculator.forget(sequence)
+        first = sequence.first
+        if first.finished and self._sequences.pop(sequence.request.id, None) is not None:
+            self._recorder.end(first)
+            if self._on_end is not None:
+                self._on_end(first)

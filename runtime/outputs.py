@@ -18,12 +18,14 @@ class Logprob:
 @dataclass(frozen=True)
 class Timings:
     """Counts in tokens, times in seconds from the moment the request was added. `prompt_tokens` are the
-    prompt's; `output_tokens` the answer's, its stop token included."""
+    prompt's, `cached_tokens` those of them that others had computed; `output_tokens` the answers', stop
+    tokens included."""
 
     prompt_tokens: int
     output_tokens: int
     time_to_first_token: float | None  # None when there was none
     total: float
+    cached_tokens: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -66,6 +68,7 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     timings: Timings
+    dropped_messages: int = 0  # of a conversation that has outgrown the context, its oldest
 
     @property
     def text(self) -> str:
@@ -92,11 +95,12 @@ class RequestOutput:
 class Piece:
     """One streamed token. `text` is what became certain with it: empty while a character or a possible stop
     string is incomplete. The pieces' texts together are the answer's text, their token ids its token
-    ids."""
+    ids; `index` says which one, where a request has several."""
 
     text: str
     token_id: int
     finish_reason: FinishReason | None = None  # set on the last piece
+    index: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ request alone."""
 
 import math
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -14,6 +15,19 @@ from .sampling_params import ResolvedSampling
 
 Logits = NDArray[np.float32]
 _MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Changes:
+    """What is done to a row before a token is chosen from it, besides the repetition penalty. A token is in
+    `bias` and in `counts` at most once."""
+
+    bias: tuple[NDArray[np.int64], Logits] | None = None  # tokens [n], what is added to each
+    counts: tuple[NDArray[np.int64], Logits] | None = (
+        None  # tokens of the answer [n], how often they are there
+    )
+    allowed: NDArray[np.bool_] | None = None  # [vocab] what the constraint lets follow
+
 
 # (logits, top, sampling, number) to a token; `drawer` says which.
 Draw = Callable[[Logits, float, ResolvedSampling, float], int]
@@ -28,31 +42,57 @@ def sample(
     position: int,
     seen: NDArray[np.int64] | None = None,
     banned: Collection[int] = (),
+    changes: Changes | None = None,
 ) -> int:
     """The token chosen from one row, `logits` [vocab] float32, which is not changed.
 
-    `seen` are the tokens the repetition penalty applies to, each once; `banned` ones cannot be chosen. Ties
-    go to the lowest token id. The random number is the one of (seed, sample index, position). Raises
-    `ExecutorError` when a logit is NaN, the highest is infinite, or every token is banned.
+    `seen` are the tokens the repetition penalty applies to, each once; `banned` ones cannot be chosen;
+    `changes` are those that the rest of a request's settings ask for. Ties go to the lowest token id. The
+    random number is the one of (seed, sample index, position). Raises `ExecutorError` when a logit is NaN,
+    the highest is infinite, or every token is banned.
     """
     best = int(np.argmax(logits))  # NaN counts as the highest
     if not math.isfinite(logits[best]):
         raise ExecutorError(
             f"the model's logits at position {position} hold {logits[best]}; expected numbers"
         )
-    penalty = sampling.repetition_penalty
-    if len(banned) or (penalty != 1.0 and seen is not None and len(seen)):
-        logits = logits.copy()
-        if penalty != 1.0 and seen is not None:
-            chosen = logits[seen]
-            logits[seen] = np.where(chosen < 0, chosen * np.float32(penalty), chosen / np.float32(penalty))
-        logits[list(banned)] = -np.inf
+    if sampling.repetition_penalty == 1.0:
+        seen = None
+    if changes is not None or len(banned) or (seen is not None and len(seen)):
+        logits = _changed(logits, sampling, seen, banned, changes)
         best = int(np.argmax(logits))
         if not math.isfinite(logits[best]):
             raise ExecutorError(f"no token can be chosen at position {position}: all are banned")
     if sampling.temperature == 0.0:
         return best
     return drawer()(logits, float(logits[best]), sampling, uniform(seed, index, position))
+
+
+def _changed(
+    logits: Logits,
+    sampling: ResolvedSampling,
+    seen: NDArray[np.int64] | None,
+    banned: Collection[int],
+    changes: Changes | None,
+) -> Logits:
+    """A copy of the row, changed in the order that vLLM has: bias, repetition penalty, frequency and presence
+    penalty. Tokens that cannot be chosen become -inf, which no order changes."""
+    if changes is not None and changes.allowed is not None:
+        logits = np.where(changes.allowed, logits, np.float32(-np.inf))
+    else:
+        logits = logits.copy()
+    if changes is not None and changes.bias is not None:
+        tokens, values = changes.bias
+        logits[tokens] += values
+    if seen is not None:
+        chosen, penalty = logits[seen], np.float32(sampling.repetition_penalty)
+        logits[seen] = np.where(chosen < 0, chosen * penalty, chosen / penalty)
+    if changes is not None and changes.counts is not None:
+        tokens, times = changes.counts
+        logits[tokens] -= np.float32(sampling.frequency_penalty) * times
+        logits[tokens] -= np.float32(sampling.presence_penalty)
+    logits[list(banned)] = -np.inf
+    return logits
 
 
 @cache

@@ -26,8 +26,15 @@ class SamplingParams:
       no stop string is looked for.
     - `stop`: strings that end the answer and are cut from it. `stop_token_ids`: further tokens that end it.
     - `ignore_eos`: the model's own end tokens do not end it.
+    - `presence_penalty`, `frequency_penalty`: -2 to 2, taken from the logits of tokens that are in the answer
+      already, once, and for each time they are.
+    - `logit_bias`: token id to what is added to its logit, -100 to 100.
     - `logprobs`: how many of the most likely tokens to report for each position, besides the chosen one; the
-      log-probabilities are the model's own, before penalty, temperature and filters.
+      log-probabilities are the model's own, before bias, penalties, temperature, constraint and filters.
+    - `json_schema`, `json_object`, `regex`, `grammar` (Lark): what the answer's text must be. At most one of
+      them. The schema is a dict or its JSON; `json_object` asks for any JSON object. An answer that ends by
+      its length or a stop string is the beginning of such a text.
+    - `n`: answers to the prompt. `best_of`: how many are made, of which the `n` most likely are given.
 
     Raises `SettingError` for a value out of range.
     """
@@ -44,6 +51,15 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+    n: int = 1
+    best_of: int | None = None
 
     def __post_init__(self) -> None:
         _number(self, "temperature", lambda x: x >= 0, "0 (greedy) or more")
@@ -55,6 +71,10 @@ class SamplingParams:
         _integer(self, "max_tokens", lambda x: x >= 1, "1 or more")
         _integer(self, "min_tokens", lambda x: x >= 0, "0 or more")
         _integer(self, "logprobs", lambda x: x >= 0, "0 or more")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _number(self, name, lambda x: -2 <= x <= 2, "-2 to 2")
+        _integer(self, "n", lambda x: x >= 1, "1 or more")
+        _integer(self, "best_of", lambda x: x >= self.n, f"n, which is {self.n}, or more")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise SettingError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}")
         if any(not isinstance(s, str) or not s for s in self.stop_strings):
@@ -63,6 +83,29 @@ class SamplingParams:
         if isinstance(ids, str | bytes) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
             raise SettingError(f"stop_token_ids is {ids!r}; expected token ids")
         object.__setattr__(self, "stop_token_ids", tuple(ids))
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        self._check_constraint()
+
+    def _check_constraint(self) -> None:
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise SettingError(f"{name} is {value!r}; expected text that is not empty")
+        if self.json_schema is not None and not isinstance(self.json_schema, str | Mapping):
+            raise SettingError(
+                f"json_schema is a {type(self.json_schema).__name__}; expected a dict or its JSON"
+            )
+        if not isinstance(self.json_object, bool):
+            raise SettingError(f"json_object is {self.json_object!r}; expected True or False")
+        names = ("json_schema", "json_object", "regex", "grammar")
+        given = [name for name in names if getattr(self, name) not in (None, False)]
+        if len(given) > 1:
+            raise SettingError(f"{' and '.join(given)} are given; expected at most one constraint")
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the answer's text has to be of some form."""
+        return self.json_object or not (self.json_schema is self.regex is self.grammar is None)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -95,24 +138,45 @@ class SamplingParams:
             top_p=float(chosen["top_p"]),
             min_p=float(chosen["min_p"]),
             repetition_penalty=float(chosen["repetition_penalty"]),
+            presence_penalty=float(self.presence_penalty),
+            frequency_penalty=float(self.frequency_penalty),
         )
 
 
 @dataclass(frozen=True)
 class ResolvedSampling:
-    """How a token is chosen from a row of logits, nothing unset. `top_k` 0, `top_p` 1, `min_p` 0 and
-    `repetition_penalty` 1 do nothing; `temperature` 0 is greedy."""
+    """How a token is chosen from a row of logits, nothing unset. `top_k` 0, `top_p` 1, `min_p` 0,
+    `repetition_penalty` 1 and the other penalties 0 do nothing; `temperature` 0 is greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+
+def _checked_bias(bias: Any) -> dict[int, float] | None:
+    """A copy with numbers as keys: JSON has them as text."""
+    if not bias and bias is not False:
+        return None
+    if not isinstance(bias, Mapping):
+        raise SettingError(f"logit_bias is {bias!r}; expected a dict of token ids to numbers")
+    checked = {}
+    for key, value in bias.items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() else key
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise SettingError(f"logit_bias holds the token {key!r}; expected a token id")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise SettingError(f"logit_bias of token {token} is {value!r}; expected -100 to 100")
+        checked[token] = float(value)
+    return checked
 
 
 def _number(params: SamplingParams, name: str, ok: Any, expected: str) -> None:
     value = getattr(params, name)
-    if value is None:
+    if value is None and _may_be_unset(name):
         return
     # numpy's scalars are welcome; booleans and text are not numbers.
     try:
@@ -125,7 +189,11 @@ def _number(params: SamplingParams, name: str, ok: Any, expected: str) -> None:
 
 def _integer(params: SamplingParams, name: str, ok: Any, expected: str) -> None:
     value = getattr(params, name)
-    if value is None and next(f for f in fields(params) if f.name == name).default is None:
+    if value is None and _may_be_unset(name):
         return
     if isinstance(value, bool) or not isinstance(value, int) or not ok(value):
         raise SettingError(f"{name} is {value!r}; expected {expected}")
+
+
+def _may_be_unset(name: str) -> bool:
+    return next(f for f in fields(SamplingParams) if f.name == name).default is None

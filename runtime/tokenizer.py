@@ -91,6 +91,12 @@ class Tokenizer:
         text = self._special_tokens.get("eos_token")
         return None if text is None else self._tokenizer.token_to_id(text)
 
+    def has_tokens_of(self, other: "Tokenizer") -> bool:
+        """Whether every token of the other is one here, with the same id."""
+        own = self._tokenizer.get_vocab(with_added_tokens=True)
+        theirs = other._tokenizer.get_vocab(with_added_tokens=True)
+        return all(own.get(text) == i for text, i in theirs.items())
+
     @property
     def special_ids(self) -> frozenset[int]:
         return self._special_ids
@@ -98,6 +104,10 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._template_source is not None
+
+    def to_json(self) -> str:
+        """The `tokenizer.json` of what `encode` uses, for other libraries that read the format."""
+        return self._tokenizer.to_str()
 
     def token_id(self, text: str) -> int | None:
         """The id of one token by its text in the vocabulary; None when there is none."""

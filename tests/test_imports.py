@@ -32,7 +32,7 @@ MAY_IMPORT = {
 ANYONE = ("errors", "__version__")
 # What running needs; everything else third-party belongs to an extra.
 RUN_TIME = {"numpy", "tokenizers", "safetensors", "jinja2", "rich", "click"}
-EXTRAS = {"torch", "transformers", "gguf", "onnxruntime", "onnx_ir", "matplotlib"}
+EXTRAS = {"torch", "transformers", "gguf", "onnxruntime", "onnx_ir", "matplotlib", "llguidance"}
 WITHOUT_TORCH = {f"nybble.{name}" for name in (*PACKING, "quant.recipe", "quant.model")}
 
 

@@ -18,6 +18,7 @@ class Nybble:
             max_model_len=context,
             max_sequences=sequences,
             kv_dtype=kv_dtype,
+            speculation="off",  # a step a token, as the peers decode
         )
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, float, list[list[int]]]:

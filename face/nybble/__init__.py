@@ -15,7 +15,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "llm",
-    "TokenStream": "llm",
+    "AsyncLLM": "async_llm",
+    "TokenStream": "streams",
+    "AsyncTokenStream": "async_streams",
     "SamplingParams": "runtime.sampling_params",
     "RequestOutput": "runtime.outputs",
     "CompletionOutput": "runtime.outputs",
@@ -39,6 +41,8 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
+    from .async_llm import AsyncLLM
+    from .async_streams import AsyncTokenStream
     from .errors import (
         CalibrationError,
         DoesNotFitError,
@@ -53,13 +57,16 @@ if TYPE_CHECKING:
         SettingError,
         UnsupportedModelError,
     )
-    from .llm import LLM, TokenStream
+    from .llm import LLM
     from .quantization import quantize
     from .runtime.outputs import CompletionOutput, Logprob, Piece, RequestOutput, TextScore, Timings
     from .runtime.sampling_params import SamplingParams
+    from .streams import TokenStream
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
+    "AsyncTokenStream",
     "CalibrationError",
     "CompletionOutput",
     "DoesNotFitError",

@@ -45,9 +45,17 @@ class QueueFull(NybbleError):
     """The engine's waiting queue is at its bound."""
 
 
+class DeadlineExceeded(NybbleError):
+    """A request's deadline passed before it had ended."""
+
+
 class MissingDependencyError(NybbleError, ImportError):
     """An optional dependency is needed; the message names the extra that installs it."""
 
 
 class ExecutorError(NybbleError):
     """The executor failed inside a step, or was given arrays that break its contract."""
+
+
+class AllocationError(ExecutorError):
+    """Memory ran out in a step. The engine tries a smaller one before a request fails by it."""

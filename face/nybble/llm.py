@@ -1,23 +1,21 @@
 """`LLM`: a model in this process."""
 
-import itertools
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
-from .errors import NybbleError, RequestError, SettingError
+from .errors import RequestError
 from .loading import Loaded, load
+from .requests import Asked, Messages, Overflow, Prompt, RequestMaker, named
 from .runtime.engine import Engine
-from .runtime.outputs import Piece, RequestOutput, TextScore
+from .runtime.engine_loop import EngineLoop
+from .runtime.outputs import RequestOutput, TextScore
 from .runtime.sampling_params import SamplingParams
-from .runtime.sequence import Request
 from .runtime.sequence import Sequence as Running
+from .runtime.sinks import Ended, Event, Refused, ThreadSink
 from .runtime.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
+from .streams import TokenStream
 
 
 class LLM:
@@ -38,6 +36,13 @@ class LLM:
       "f32", "f16", or on our kernels "int8".
     - `cache`: whether our kernels keep the weights as they read them in a file, in the artifact's folder
       `cache` or else the user's cache folder, and map that file from then on.
+    - `target_token_ms`: how long a step in which answers go on may be made by the prompts of others, in
+      milliseconds; without one, two and a half times what it takes without them.
+    - `speculation`: what guesses tokens ahead, which changes none of them: "ngram", the text itself; the path
+      of a smaller model with the same tokens, which counts toward the memory budget; "off"; "auto", "ngram"
+      on our kernels. As much is guessed as is measured to pay.
+
+    Several threads may use it at once: their requests run together, on a thread of the model's own.
 
     What is not given comes from the device. Raises `ModelFormatError` for a path that is no sound model,
     `DoesNotFitError` with the numbers before loading what is too large, `SettingError` for settings.
@@ -59,6 +64,8 @@ class LLM:
         max_sequences: int = 16,
         kv_dtype: str | None = None,
         cache: bool = True,
+        target_token_ms: float | None = None,
+        speculation: str | Path = "auto",
     ) -> None:
         loaded = load(
             path,
@@ -73,6 +80,8 @@ class LLM:
             max_sequences=max_sequences,
             kv_dtype=kv_dtype,
             cache=cache,
+            target_token_ms=target_token_ms,
+            speculation=speculation,
         )
         self._start(loaded)
 
@@ -85,7 +94,7 @@ class LLM:
 
     def _start(self, loaded: Loaded) -> None:
         self._loaded = loaded
-        self._engine = Engine(
+        engine = Engine(
             loaded.executor,
             loaded.tokenizer,
             max_model_len=loaded.max_model_len,
@@ -93,10 +102,12 @@ class LLM:
             max_sequences=loaded.max_sequences,
             eos_token_ids=loaded.eos_token_ids,
             generation_config=loaded.generation_config,
+            speculator=loaded.speculator,
+            target_token_ms=loaded.target_token_ms,
+            bandwidth=loaded.bandwidth,
         )
-        self._ids = itertools.count()
-        self._lock = threading.RLock()
-        self._closed = False
+        self._requests = RequestMaker(loaded.tokenizer, loaded.max_model_len)
+        self._loop = EngineLoop(engine, loaded.close)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -126,49 +137,47 @@ class LLM:
 
         Raises `RequestError` for a prompt that cannot run, before any of them does.
         """
-        if isinstance(prompts, str) or _is_ids(prompts):
-            return self._run([prompts], _params_for(1, sampling_params))[0]
-        prompts = list(prompts)
-        return self._run(prompts, _params_for(len(prompts), sampling_params))
+        asked, single = self._requests.of_prompts(prompts, sampling_params)
+        outputs = [each.output(sequence) for each, sequence in zip(asked, self._run(asked), strict=True)]
+        return outputs[0] if single else outputs
 
     def chat(
         self,
         messages: Messages,
         sampling_params: SamplingParams | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        on_overflow: Overflow = "drop",
         **options: Any,
     ) -> RequestOutput:
         """The model's answer to a conversation, a list of `{"role": ..., "content": ...}`, through its chat
-        template; `options` reach the template (`enable_thinking=False`)."""
-        ids = self.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, **options
-        )
-        return self._run([ids], _params_for(1, sampling_params))[0]
+        template; `options` reach the template (`tools`, `enable_thinking=False`).
+
+        A conversation that leaves no room for the answer (`max_tokens`, at most a quarter of the context)
+        loses its oldest turns, never its system message nor its last turn; `dropped_messages` of the output
+        says how many messages that were. With `on_overflow="refuse"` it is taken whole, and `RequestError`
+        raised when it is longer than the context.
+        """
+        asked = self._requests.of_chat(messages, sampling_params, on_overflow, **options)
+        return asked.output(self._run([asked])[0])
 
     def stream(
         self,
         prompt_or_messages: Prompt | Messages,
         sampling_params: SamplingParams | None = None,
+        *,
+        on_overflow: Overflow = "drop",
         **options: Any,
-    ) -> "TokenStream":
-        """The answer to a prompt, or to a conversation, piece by piece as it is made. Closing the stream, or
-        dropping it, ends the request and frees its pages."""
-        prompt: Any = prompt_or_messages
-        if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping):
-            prompt = self.apply_chat_template(prompt, **options)
-        elif options:
-            raise SettingError(f"{', '.join(options)}: only a conversation takes template options")
-        with self._lock:
-            return TokenStream(self, self._add(prompt, sampling_params or SamplingParams()))
+    ) -> TokenStream:
+        """The answer to a prompt, or to a conversation as `chat` takes it, piece by piece as it is made. The
+        model does not wait for the reader. Closing the stream, or dropping it, ends the request and frees its
+        pages."""
+        return TokenStream(
+            self, self._requests.of_either(prompt_or_messages, sampling_params, on_overflow, **options)
+        )
 
     def score(self, text: Prompt) -> TextScore:
         """Log-probability of each token of a text, or of token ids, given those before it."""
-        with self._lock:
-            sequence = self._add(text, SamplingParams(), score=True)
-            self._finish([sequence])
-            return TextScore(sequence.request.prompt_ids, (None, *sequence.scores))
+        return score_of(self._run([self._requests.of_score(text)])[0])
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of a text, as `generate` sees it. Special tokens written in it are plain characters
@@ -209,139 +218,49 @@ class LLM:
         return apply(messages, add_generation_prompt=add_generation_prompt, tools=tools, **options)
 
     def close(self) -> None:
-        """Ends what runs and frees the model. May be called again."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._engine.abort_all()
-                self._loaded.executor.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _add(self, prompt: Any, params: SamplingParams, score: bool = False) -> Running:
-        if self._closed:
-            raise RequestError("the model is closed")
-        if not isinstance(params, SamplingParams):
-            raise SettingError(f"sampling_params is a {type(params).__name__}; expected SamplingParams")
-        if isinstance(prompt, str):
-            ids, text = self.encode(prompt), prompt
-            if not prompt:
-                raise RequestError("the prompt is empty; expected some text")
-        elif _is_ids(prompt) or (isinstance(prompt, Sequence) and not len(prompt)):
-            ids, text = self.tokenizer.check_ids(prompt), None
-        else:
-            raise RequestError(f"a prompt is a {type(prompt).__name__}; expected text or token ids")
-        request = Request(str(next(self._ids)), tuple(ids), params, prompt=text, score=score)
-        return self._engine.add(request)
-
-    def _run(self, prompts: list[Any], params: list[SamplingParams]) -> list[RequestOutput]:
-        with self._lock:
-            sequences: list[Running] = []
-            try:
-                for number, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
-                    try:
-                        sequences.append(self._add(prompt, each))
-                    except NybbleError as error:
-                        if len(prompts) == 1:
-                            raise
-                        raise type(error)(f"prompt {number}: {error}") from error
-                self._finish(sequences)
-            finally:
-                for sequence in sequences:
-                    self._engine.abort(sequence.request.id)
-            return [sequence.output() for sequence in sequences]
-
-    def _finish(self, sequences: list[Running]) -> None:
-        """Steps until all have ended; whatever interrupts it, none of them is left running."""
-        try:
-            while not all(sequence.finished for sequence in sequences):
-                self._engine.step()
-        finally:
-            for sequence in sequences:
-                self._engine.abort(sequence.request.id)
-        for sequence in sequences:
-            if sequence.error is not None:
-                raise sequence.error
-
-    def _next_piece(self, sequence: Running) -> Piece | None:
-        """The sequence's next piece, or None at its end. Others that run advance with it."""
-        with self._lock:
-            while not sequence.pieces and not sequence.finished and not self._closed:
-                self._engine.step()
-            if sequence.pieces:
-                return sequence.pieces.popleft()
-            if sequence.error is not None:
-                raise sequence.error
-            return None
-
-    def _abort(self, sequence: Running) -> None:
-        with self._lock:
-            self._engine.abort(sequence.request.id)
-
-
-class TokenStream(Iterator[Piece]):
-    """An answer as it is made: an iterator of `Piece`s. After `close`, or an interrupt, the request has ended
-    and its pages are free; `output` is the answer so far, whole once the iterator is at its end."""
-
-    def __init__(self, llm: LLM, sequence: Running) -> None:
-        self._llm = llm
-        self._sequence = sequence
-
-    def __next__(self) -> Piece:
-        try:
-            piece = self._llm._next_piece(self._sequence)
-        except BaseException:
-            self.close()
-            raise
-        if piece is None:
-            raise StopIteration
-        return piece
-
-    @property
-    def output(self) -> RequestOutput:
-        return self._sequence.output()
-
-    def close(self) -> None:
-        self._llm._abort(self._sequence)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        """Ends what runs (`finish_reason` "abort") and the model's threads, and frees it. May be called
+        again, and from any thread."""
+        self._loop.close()
 
     def __del__(self) -> None:
-        # Dropped before its end, as when a loop over it is left.
+        if hasattr(self, "_loop"):
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
+    def _run(self, asked: list[Asked]) -> list[Running]:
+        """Waits until all have ended; whatever interrupts it, none of them is left running."""
+        sink, ended = ThreadSink(streaming=False), dict[str, Running]()
+        try:
+            self._loop.submit([each.request for each in asked], sink)
+            while len(ended) < len(asked):
+                take_end(sink.get(), ended, len(asked))
+        except BaseException:
+            self._loop.abort(each.request.id for each in asked)
+            raise
+        return [ended[each.request.id] for each in asked]
 
-def _is_ids(prompt: Any) -> bool:
-    """Whether it is one prompt of token ids: a flat sequence of integers, not empty."""
-    return (
-        not isinstance(prompt, str | bytes | Mapping)
-        and hasattr(prompt, "__len__")
-        and len(prompt) > 0
-        and hasattr(prompt[0], "__index__")
-    )
+
+def take_end(event: Event, ended: dict[str, Running], count: int) -> None:
+    """Notes the end of one of `count` requests, or raises its error."""
+    if isinstance(event, Refused):
+        raise event.error if count == 1 else named(event.error, event.index)
+    if isinstance(event, Ended):
+        if event.error is not None:
+            raise event.error
+        ended[event.sequence.request.id] = event.sequence
 
 
-def _params_for(count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
-    if len(given) != count:
-        raise SettingError(f"there are {len(given)} sampling_params for {count} prompts")
-    return list(given)
+def score_of(sequence: Running) -> TextScore:
+    if sequence.finish_reason == "abort":
+        raise RequestError("the model was closed before the score was complete")
+    return TextScore(sequence.request.prompt_ids, (None, *sequence.scores))

@@ -2,8 +2,8 @@
 loaded."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from .devices import (
 from .errors import ModelFormatError, SettingError
 from .runnable import Runnable, RunnableArtifact, open_runnable
 from .runtime.executor import Executor, KvDtype
+from .runtime.speculation import Speculator
 from .runtime.tokenizer import Tokenizer
+from .speculating import Draft, plain_speculator, wants_draft
 
 CPU_PAGE_SIZE = 16
 
@@ -37,6 +39,15 @@ class Loaded:
     max_model_len: int
     max_batch_tokens: int
     max_sequences: int = 16
+    target_token_ms: float | None = None
+    bandwidth: float | None = None  # bytes a second; None where the profile does not say
+    speculator: Speculator | None = None
+
+    def close(self) -> None:
+        """Frees the model, and the draft model with it. May be called again."""
+        self.executor.close()
+        if self.speculator is not None:
+            self.speculator.close()
 
 
 def load(
@@ -53,6 +64,8 @@ def load(
     max_sequences: int,
     kv_dtype: str | None,
     cache: bool,
+    target_token_ms: float | None = None,
+    speculation: str | Path = "off",
 ) -> Loaded:
     """Opens a model for `LLM`, whose parameters these are."""
     if executor not in ("auto", "cpu", "ort"):
@@ -65,34 +78,43 @@ def load(
     if memory_budget is not None:
         budget = parse_memory_budget(memory_budget, profile.memory_bytes)
     kind = choose_executor(executor, profile, providers)
+    drafted = wants_draft(speculation)
     max_batch_tokens = max_batch_tokens or profile.token_budget
     threads = threads or profile.threads
-    with closing(open_runnable(path, format, kind)) as model:
-        run = RunSettings(
-            model.spec,
-            model.recipe,
-            profile,
-            context=max_model_len,
-            kv_dtype=_kv_dtype(kv_dtype, profile, kind),
-            half=model.half,
-            token_budget=max_batch_tokens,
-            threads=threads,
-            budget=budget,
-            executor=kind,
-            linear_bytes=model.linear_bytes,
-        )
-        plan = fit_sequences(run, max_sequences)
-        tokenizer = Tokenizer(model.tokenizer_files)
-        opened = (
-            _open_ort(model, profile, providers, threads)
-            if kind == "ort" and isinstance(model, RunnableArtifact)
-            else _open_cpu(model, threads, plan, max_batch_tokens, cache)
-        )
-    try:
-        opened.allocate_kv(plan.num_pages, plan.page_size, plan.kv_dtype)
-    except BaseException:
-        opened.close()
-        raise
+    with ExitStack() as until_loaded:
+        with closing(open_runnable(path, format, kind)) as model:
+            run = RunSettings(
+                model.spec,
+                model.recipe,
+                profile,
+                context=max_model_len,
+                kv_dtype=_kv_dtype(kv_dtype, profile, kind),
+                half=model.half,
+                token_budget=max_batch_tokens,
+                threads=threads,
+                budget=budget,
+                executor=kind,
+                linear_bytes=model.linear_bytes,
+            )
+            draft = until_loaded.enter_context(closing(Draft(speculation, run))) if drafted else None
+            if draft is not None and budget is not None:
+                run = replace(run, budget=budget - draft.bytes)
+            plan = fit_sequences(run, max_sequences)
+            tokenizer = Tokenizer(model.tokenizer_files)
+            opened = (
+                _open_ort(model, profile, providers, threads)
+                if kind == "ort" and isinstance(model, RunnableArtifact)
+                else _open_cpu(model, threads, plan, max_batch_tokens, cache)
+            )
+        try:
+            opened.allocate_kv(plan.num_pages, plan.page_size, plan.kv_dtype)
+            if draft is None:
+                speculator = plain_speculator(speculation, opened, kind)
+            else:
+                speculator = draft.open(opened, tokenizer, threads, cache)
+        except BaseException:
+            opened.close()
+            raise
     return Loaded(
         executor=opened,
         tokenizer=tokenizer,
@@ -101,6 +123,9 @@ def load(
         max_model_len=plan.context,
         max_batch_tokens=max_batch_tokens,
         max_sequences=plan.sequences,
+        target_token_ms=profile.target_token_ms if target_token_ms is None else target_token_ms,
+        bandwidth=profile.bandwidth,
+        speculator=speculator,
     )
 
 

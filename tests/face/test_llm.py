@@ -2,15 +2,20 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gate import Gate, gated
 
 import nybble
 from nybble import LLM, SamplingParams
@@ -19,6 +24,7 @@ from nybble.errors import DoesNotFitError, ModelFormatError, RequestError, Setti
 PROMPT = "The class statement defines"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a name?"}]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+ENDLESS = SamplingParams(ignore_eos=True)  # to the context's end
 
 
 @pytest.fixture(scope="module", params=["cpu", "ort"])
@@ -28,7 +34,14 @@ def llm(tiny_artifact: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 
 def pages_free(llm: LLM) -> int:
-    return llm._engine.pages_free
+    """As seen between two steps, after what was asked for before."""
+    return llm._loop.call(lambda engine: engine.pages_free)
+
+
+def wait_for_messages(llm: LLM, count: int) -> None:
+    """Until the engine's thread, held up in a step, has been sent this many."""
+    while llm._loop._messages.qsize() < count:
+        time.sleep(0.001)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +49,7 @@ def all_pages_come_back(llm: LLM) -> Iterator[None]:
     free = pages_free(llm)
     yield
     assert pages_free(llm) == free
-    assert not llm._engine.has_work
+    assert not llm._loop.call(lambda engine: engine.has_work)
 
 
 @pytest.mark.parametrize("executor", ["cpu", "ort"])
@@ -182,40 +195,53 @@ def test_streams_and_generate_may_interleave(llm: LLM) -> None:
 
 def test_leaving_a_stream_frees_its_pages(llm: LLM) -> None:
     free = pages_free(llm)
-    for number, _ in enumerate(llm.stream(PROMPT, SamplingParams(ignore_eos=True))):
+    for number, _ in enumerate(llm.stream(PROMPT, ENDLESS)):
         if number == 3:
             break
     gc.collect()
     assert pages_free(llm) == free
-    with llm.stream(PROMPT, GREEDY) as stream:
-        next(stream)
-        assert pages_free(llm) < free
-    assert pages_free(llm) == free
+    with gated(llm._loaded.executor) as gate, llm.stream(PROMPT, ENDLESS) as stream:
+        gate.let(5)
+        pieces = [next(stream) for _ in range(3)]
+        with ThreadPoolExecutor(1) as pool:
+            closing = pool.submit(stream.close)
+            wait_for_messages(llm, 1)
+            gate.open()
+            closing.result()
+        assert pages_free(llm) == free
+        assert gate.steps == 6
     assert stream.output.finish_reason == "abort"
+    assert stream.output.text == "".join(piece.text for piece in pieces)
+    assert stream.output.token_ids == tuple(piece.token_id for piece in pieces)
     assert list(stream) == []
 
 
-def test_an_interrupt_frees_the_pages_and_the_model_goes_on(llm: LLM, monkeypatch: Any) -> None:
-    executor = llm._loaded.executor
-    whole, calls = executor.step, []
+def test_an_interrupt_frees_the_pages_and_the_model_goes_on(llm: LLM) -> None:
+    def interrupt(gate: Gate) -> None:
+        gate.let(3)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        wait_for_messages(llm, 1)
+        gate.open()
 
-    def step(batch: Any) -> Any:
-        calls.append(batch)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return whole(batch)
+    def read() -> None:
+        with llm.stream(PROMPT, ENDLESS) as stream:
+            list(stream)
 
     free = pages_free(llm)
     expected = llm.generate(PROMPT, GREEDY).text
-    monkeypatch.setattr(executor, "step", step)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([PROMPT, PROMPT], GREEDY)
-    assert pages_free(llm) == free
-    calls.clear()
-    stream = llm.stream(PROMPT, GREEDY)
-    with pytest.raises(KeyboardInterrupt):
-        list(stream)
-    assert pages_free(llm) == free
+    calls: list[Callable[[], Any]] = [
+        lambda: llm.generate([PROMPT, PROMPT], ENDLESS),
+        lambda: llm.chat(CHAT, ENDLESS),
+        read,
+    ]
+    for call in calls:
+        with gated(llm._loaded.executor) as gate, ThreadPoolExecutor(1) as pool:
+            interrupting = pool.submit(interrupt, gate)
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            interrupting.result()
+            assert pages_free(llm) == free
+            assert gate.steps == 4
     assert llm.generate(PROMPT, GREEDY).text == expected
 
 
@@ -287,11 +313,24 @@ def test_a_small_context_and_budget_are_kept(tiny_artifact: Path) -> None:
 
 def test_close_may_be_called_again_and_ends_everything(tiny_artifact: Path) -> None:
     llm = LLM(tiny_artifact, threads=1)
-    stream = llm.stream(PROMPT, GREEDY)
-    next(stream)
-    llm.close()
-    llm.close()
-    assert list(stream) == []
+    with gated(llm._loaded.executor) as gate, ThreadPoolExecutor(3) as pool:
+        stream = llm.stream(PROMPT, GREEDY)
+        gate.let(0)
+        running = pool.submit(llm.generate, [PROMPT, PROMPT], GREEDY)
+        wait_for_messages(llm, 1)
+        gate.let(3)
+        waiting = pool.submit(llm.score, PROMPT)
+        wait_for_messages(llm, 1)
+        closing = pool.submit(llm.close)
+        while not llm._loop.closed:
+            time.sleep(0.001)
+        gate.open()
+        closing.result()
+        llm.close()
+        assert [output.finish_reason for output in running.result()] == ["abort", "abort"]
+        with pytest.raises(RequestError, match="closed"):
+            waiting.result()
+    assert len(list(stream)) == 4
     assert stream.output.finish_reason == "abort"
     for call in (llm.generate, llm.stream, llm.score):
         with pytest.raises(RequestError, match="closed"):

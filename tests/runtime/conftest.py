@@ -125,12 +125,15 @@ class NumpyExecutor:
         self.steps: list[Batch] = []
         self.fail_at: dict[int, BaseException] = {}
         self.closed = False
+        self.weight_bytes = self.weights.nbytes
 
     def allocate_kv(self, num_blocks: int, page_size: int, kv_dtype: str = "f32") -> None:
         groups = len(self.spec.window_groups)
-        self.kv_layout = KvLayout(num_blocks, page_size, "f32", 1)
         self.cache = np.full((2, self.spec.num_layers, num_blocks * page_size, self.size), np.nan)
         self.groups = [self.spec.window_groups.index(w) for w in self.spec.sliding_windows]
+        page_bytes = 2 * page_size * self.size * 8
+        group_bytes = tuple(self.groups.count(group) * page_bytes for group in range(groups))
+        self.kv_layout = KvLayout(num_blocks, page_size, "f32", sum(group_bytes), group_bytes)
         assert max(self.groups) < groups
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
@@ -151,7 +154,8 @@ class NumpyExecutor:
                 slot = batch.slot_mapping[group, t]
                 self.cache[0, layer, slot], self.cache[1, layer, slot] = k @ hidden[t], v @ hidden[t]
             for t in range(len(hidden)):
-                where = np.arange(positions[t] + 1)
+                window = self.spec.sliding_windows[layer]
+                where = np.arange(positions[t] + 1)[-(window or 0) :]
                 pages = batch.block_table[group, owners[t], where // self.kv_layout.page_size]
                 assert (pages >= 0).all()
                 slots = pages * self.kv_layout.page_size + where % self.kv_layout.page_size
@@ -160,6 +164,27 @@ class NumpyExecutor:
                     q @ hidden[t], keys, values, self.spec.sliding_windows[layer]
                 )
         return (hidden[batch.logit_rows] @ self.embedding.T * 2).astype(np.float32)
+
+    def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32], group: int = 0) -> None:
+        self.write_blocks(dst, self.read_blocks(src, group), group)
+
+    def read_blocks(self, ids: NDArray[np.int32], group: int = 0) -> bytes:
+        return self._pages(group)[ids].tobytes()
+
+    def write_blocks(self, ids: NDArray[np.int32], data: bytes, group: int = 0) -> None:
+        pages = self._pages(group)
+        pages[ids] = np.frombuffer(data).reshape(len(ids), *pages.shape[1:])
+        layers = [layer for layer, of in enumerate(self.groups) if of == group]
+        self.cache[:, layers] = np.moveaxis(pages, 0, 2).reshape(2, len(layers), -1, self.size)
+
+    def _pages(self, group: int) -> NDArray[np.float64]:
+        """A copy of what a group's pages hold, page by page."""
+        layers = [layer for layer, of in enumerate(self.groups) if of == group]
+        shape = (2, len(layers), -1, self.kv_layout.page_size, self.size)
+        return np.ascontiguousarray(np.moveaxis(self.cache[:, layers].reshape(shape), 2, 0))
+
+    def swap_is_cheaper(self, tokens: int) -> bool:
+        return False
 
     def embed(self, token: int, position: int) -> NDArray[np.float64]:
         return self.embedding[token] + np.sin(position * 1.7 ** -np.arange(self.size))

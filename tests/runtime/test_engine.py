@@ -8,10 +8,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nybble.errors import DoesNotFitError, ExecutorError, RequestError, SettingError
+from nybble.errors import (
+    AllocationError,
+    DeadlineExceeded,
+    DoesNotFitError,
+    ExecutorError,
+    QueueFull,
+    RequestError,
+    SettingError,
+)
 from nybble.kvcache import KvCache
 from nybble.runtime.engine import Engine, build_batch
-from nybble.runtime.sampler import sample
+from nybble.runtime.sampler import log_softmax, sample
 from nybble.runtime.sampling_params import ResolvedSampling, SamplingParams
 from nybble.runtime.scheduler import Chunk
 from nybble.runtime.sequence import Request, Sequence
@@ -171,8 +179,9 @@ def test_any_traffic_gives_each_request_its_own_tokens_and_all_pages_back(
 
 
 def check_pages(engine: Engine, live: list[Sequence], blocks: int) -> None:
-    held = [page for sequence in live for page in sequence.blocks.tables[0]]
-    assert len(held) == len(set(held)) == blocks - engine.pages_free
+    held = {page for sequence in live for page in sequence.blocks.tables[0]}
+    assert len(held) == blocks - engine.pages_free
+    engine.cache.check()
 
 
 def test_pages_grow_with_the_sequence(make_engine: Make, make_executor: Make) -> None:
@@ -226,7 +235,7 @@ def test_a_preempted_request_comes_before_later_ones(make_engine: Make, make_exe
 def test_a_prompt_waits_until_there_are_pages_for_all_of_it(make_engine: Make, make_executor: Make) -> None:
     engine = make_engine(make_executor(10, 4), max_model_len=40, max_batch_tokens=12)
     older = engine.add(Request("a", (7,) * 32, SamplingParams(max_tokens=1)))
-    younger = engine.add(Request("b", (7,) * 10, SamplingParams(max_tokens=1)))
+    younger = engine.add(Request("b", (8,) * 10, SamplingParams(max_tokens=1)))
     pages = []
     while engine.has_work:
         engine.step()
@@ -236,7 +245,7 @@ def test_a_prompt_waits_until_there_are_pages_for_all_of_it(make_engine: Make, m
 
 def test_decodes_come_first_and_prompts_fill_the_budget(make_engine: Make, make_executor: Make) -> None:
     executor = make_executor()
-    engine = make_engine(executor, max_batch_tokens=6, eos_token_ids=[])
+    engine = make_engine(executor, max_batch_tokens=6, eos_token_ids=[], target_token_ms=1e9)
     engine.add(Request("a", (3, 4), SamplingParams(max_tokens=30)))
     engine.step()
     engine.add(Request("b", tuple(PROMPT), SamplingParams(max_tokens=30)))
@@ -503,3 +512,327 @@ def test_generation_config_gives_what_is_unset(make_engine: Make, make_executor:
     output = answer(make_engine(executor, generation_config=config), PROMPT, max_tokens=20, seed=4).output()
     expected = expected_tokens(executor, PROMPT, 20, ResolvedSampling(temperature=2.0, top_k=5), seed=4)
     assert list(output.token_ids) == expected
+
+
+class TestSeveralAnswers:
+    """`n` and `best_of`: answers that begin in the same pages."""
+
+    @pytest.mark.parametrize("max_sequences", [1, 2, 8])
+    def test_each_has_random_numbers_of_its_own_and_what_it_would_have_alone(
+        self, make_engine: Make, make_executor: Make, max_sequences: int
+    ) -> None:
+        executor = make_executor()
+        engine = make_engine(executor, max_sequences=max_sequences)
+        sequence = answer(engine, PROMPT, n=4, temperature=4.0, seed=5, max_tokens=20)
+        outputs = sequence.output().outputs
+        assert [output.index for output in outputs] == [0, 1, 2, 3]
+        for index, output in enumerate(outputs):
+            assert list(output.token_ids) == sampled(executor, PROMPT, 20, 4.0, 5, index)
+        assert len({output.token_ids for output in outputs}) == 4
+        assert engine.pages_free == 64
+
+    def test_the_prompt_is_computed_once_and_its_pages_are_shared(
+        self, make_engine: Make, make_executor: Make
+    ) -> None:
+        executor = make_executor()
+        engine = make_engine(executor, max_batch_tokens=100, eos_token_ids=[])
+        sequence = engine.add(Request("a", tuple(PROMPT), SamplingParams(n=5, temperature=1.0, max_tokens=4)))
+        assert engine.step() == [sequence]
+        assert [len(batch.token_ids) for batch in executor.steps] == [9]
+        assert len(sequence.samples) == 5
+        assert 64 - engine.pages_free == 3
+        assert engine.statistics.pages_shared == 3
+        assert engine.step() == [sequence]
+        assert len(executor.steps[1].token_ids) == 5
+        assert 64 - engine.pages_free == 2 + 5  # the third page is written by each
+        run(engine)
+        assert sequence.finished
+
+    def test_best_of_gives_the_most_likely_first(self, make_engine: Make, make_executor: Make) -> None:
+        executor = make_executor()
+        sequence = answer(
+            make_engine(executor), PROMPT, n=2, best_of=6, temperature=4.0, seed=3, max_tokens=10, logprobs=0
+        )
+        assert len(sequence.samples) == 6
+        totals = {}
+        for index in range(6):
+            tokens = sampled(executor, PROMPT, 10, 4.0, 3, index)
+            rows = log_softmax(executor.reference(PROMPT + tokens)[len(PROMPT) - 1 : -1])
+            totals[tuple(tokens)] = sum(row[token] for row, token in zip(rows, tokens, strict=True))
+        best = sorted(totals, key=lambda tokens: -totals[tokens])[:2]
+        assert [output.token_ids for output in sequence.output().outputs] == best
+
+    def test_pieces_say_which_answer_they_are_of(self, make_engine: Make) -> None:
+        sequence = answer(make_engine(), PROMPT, n=3, temperature=1.5, seed=5, max_tokens=12)
+        for index, output in enumerate(sequence.output().outputs):
+            pieces = [piece for piece in sequence.pieces if piece.index == index]
+            assert "".join(piece.text for piece in pieces) == output.text
+            assert tuple(piece.token_id for piece in pieces) == output.token_ids
+            assert pieces[-1].finish_reason == output.finish_reason
+
+    def test_an_error_fails_all_and_an_abort_ends_all(self, make_engine: Make, make_executor: Make) -> None:
+        executor = make_executor()
+        engine = make_engine(executor, eos_token_ids=[])
+        executor.fail_at = {3: RuntimeError("x")}
+        failed = engine.add(Request("a", tuple(PROMPT), SamplingParams(n=3, max_tokens=30)))
+        run(engine)
+        assert all(isinstance(sample.error, ExecutorError) for sample in failed.samples)
+        aborted = engine.add(Request("b", tuple(PROMPT), SamplingParams(n=3, max_tokens=30)))
+        engine.step()
+        engine.step()
+        engine.abort("b")
+        assert [output.finish_reason for output in aborted.output().outputs] == ["abort"] * 3
+        assert engine.pages_free == 64
+        assert not engine.has_work
+
+    def test_an_error_in_another_answer_leaves_nothing_of_the_first(
+        self, make_engine: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = make_engine()
+
+        def fork(self: Sequence, index: int, blocks: Any) -> Sequence:
+            raise RuntimeError("x")
+
+        monkeypatch.setattr(Sequence, "fork", fork)
+        sequence = answer(engine, PROMPT, n=2, max_tokens=1)
+        assert isinstance(sequence.error, ExecutorError)
+        assert sequence.finish_reason is not None  # it had ended before
+        assert engine.statistics.running == 0
+        assert engine.pages_free == 64
+
+
+def sampled(
+    executor: Any, prompt: list[int], count: int, temperature: float, seed: int, index: int
+) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        row = executor.reference(tokens)[-1]
+        sampling = ResolvedSampling(temperature=temperature)
+        tokens.append(sample(row, sampling, seed=seed, index=index, position=len(tokens)))
+        if tokens[-1] == 0:
+            break
+    return tokens[len(prompt) :]
+
+
+class TestPrefixes:
+    def test_what_was_computed_before_is_not_computed_again(
+        self, make_engine: Make, make_executor: Make
+    ) -> None:
+        executor = make_executor()
+        engine = make_engine(executor, eos_token_ids=[])
+        first = answer(engine, PROMPT, max_tokens=20)
+        chat = [*first.tokens, 9, 8, 7]
+        before = sum(len(batch.token_ids) for batch in executor.steps)
+        second = answer(engine, chat, max_tokens=5)
+        # All full pages of the first turn, the answer's among them, and of the next page what is the same.
+        assert second.hit_tokens == second.output().timings.cached_tokens == 28
+        assert sum(len(batch.token_ids) for batch in executor.steps) - before == len(chat) - 28 + 4
+        assert list(second.output().token_ids) == reference_without_end(executor, chat, 5)
+        assert engine.statistics.hit_rate == 28 / (len(PROMPT) + len(chat))
+
+    def test_a_score_takes_nothing_over_and_survives_a_preemption(
+        self, make_engine: Make, make_executor: Make
+    ) -> None:
+        executor = make_executor(10, 4)
+        engine = make_engine(executor, max_model_len=40, eos_token_ids=[], max_batch_tokens=6)
+        engine.add(Request("a", tuple(PROMPT), SamplingParams(max_tokens=25)))
+        engine.step()
+        text = [*PROMPT, *PROMPT, 11]
+        scored = engine.add(Request("b", tuple(text), score=True))
+        for _ in range(3):
+            engine.step()
+        assert scored.scores
+        engine._scheduler._preempt()
+        run(engine)
+        rows = log_softmax(executor.reference(text))
+        expected = [row[token] for row, token in zip(rows, text[1:], strict=False)]
+        assert scored.preemptions
+        assert scored.scores == pytest.approx(expected)
+
+
+class TestContextEnd:
+    def test_error_refuses_what_might_come_to_it(self, make_engine: Make) -> None:
+        engine = make_engine(max_model_len=20)
+        fits = SamplingParams(max_tokens=11)
+        engine.add(Request("a", tuple(PROMPT), fits, on_context_end="error"))
+        with pytest.raises(RequestError, match="has 9 tokens, and max_tokens is 12; the context holds 20"):
+            engine.add(Request("b", tuple(PROMPT), SamplingParams(max_tokens=12), on_context_end="error"))
+
+    @pytest.mark.parametrize("n_keep", [0, 3, 9, 17])
+    @pytest.mark.parametrize("budget", [2, 50])
+    def test_slide_goes_on_from_the_first_and_the_last_tokens(
+        self, make_engine: Make, make_executor: Make, n_keep: int, budget: int
+    ) -> None:
+        executor = make_executor()
+        engine = make_engine(executor, max_model_len=20, max_batch_tokens=budget, eos_token_ids=[])
+        params = SamplingParams(max_tokens=50, temperature=1.0, seed=1)
+        request = Request("a", tuple(PROMPT), params, on_context_end="slide", n_keep=n_keep)
+        sequence = engine.add(request)
+        run(engine)
+        context, expected = list(PROMPT), []
+        for position in range(len(PROMPT), len(PROMPT) + 50):
+            row = executor.reference(context)[-1]
+            sampling = ResolvedSampling(temperature=1.0)
+            expected.append(sample(row, sampling, seed=1, index=0, position=position))
+            context.append(expected[-1])
+            if len(context) == 20:
+                dropped = max(1, (20 - n_keep) // 2)
+                context = context[:n_keep] + context[n_keep + dropped :]
+        assert list(sequence.output().token_ids) == expected
+        assert sequence.finish_reason == "length"
+        assert engine.pages_free == 64
+
+    @pytest.mark.parametrize(
+        ("options", "params", "error", "message"),
+        [
+            ({"on_context_end": "loop"}, {}, SettingError, "on_context_end is 'loop'; expected stop, error"),
+            ({"on_context_end": "slide"}, {}, SettingError, "max_tokens unset"),
+            (
+                {"on_context_end": "slide", "n_keep": 19}, {"max_tokens": 50}, SettingError,
+                "n_keep is 19; expected 0 to 18",
+            ),
+            ({"deadline": 0.0}, {}, SettingError, "deadline is 0.0; expected more than 0 seconds"),
+        ],
+    )  # fmt: skip
+    def test_settings_that_make_no_sense_are_refused(
+        self, make_engine: Make, options: Any, params: Any, error: type[Exception], message: str
+    ) -> None:
+        with pytest.raises(error, match=message):
+            make_engine(max_model_len=20).add(
+                Request("a", tuple(PROMPT), SamplingParams(**params), **options)
+            )
+
+
+class TestMemoryRunsOut:
+    def test_a_step_without_memory_is_tried_again_in_smaller_ones(
+        self, make_engine: Make, make_executor: Make
+    ) -> None:
+        executor = make_executor()
+        whole, most = executor.step, 3
+
+        def step(batch: Any) -> Any:
+            if len(batch.token_ids) > most:
+                raise MemoryError
+            return whole(batch)
+
+        executor.step = step
+        engine = make_engine(executor, eos_token_ids=[])
+        prompts = [PROMPT[i:] + PROMPT[:i] for i in range(4)]
+        sequences = [
+            engine.add(Request(str(i), tuple(p), SamplingParams(max_tokens=9))) for i, p in enumerate(prompts)
+        ]
+        run(engine)
+        for sequence, prompt in zip(sequences, prompts, strict=True):
+            assert list(sequence.output().token_ids) == reference_without_end(executor, prompt, 9)
+        assert engine.statistics.allocation_failures
+        assert engine.statistics.preemptions
+
+    def test_where_no_step_finds_any_a_request_fails_and_says_so(
+        self, make_engine: Make, make_executor: Make
+    ) -> None:
+        executor = make_executor()
+
+        def step(batch: Any) -> Any:
+            raise AllocationError("no memory")
+
+        executor.step = step
+        sequence = answer(make_engine(executor), PROMPT)
+        assert str(sequence.error) == "no memory"
+
+    def test_swapped_pages_are_read_back_and_not_computed_again(
+        self, make_engine: Make, make_executor: Make
+    ) -> None:
+        executor = make_executor(10, 4, windows=(None, 5))
+        executor.swap_is_cheaper = lambda tokens: True
+        engine = make_engine(executor, max_model_len=40, eos_token_ids=[], share_prefixes=False)
+        prompts = [PROMPT[i:] + PROMPT[:i] for i in range(3)]
+        sequences = [
+            engine.add(Request(str(i), tuple(p), SamplingParams(max_tokens=25)))
+            for i, p in enumerate(prompts)
+        ]
+        run(engine)
+        for sequence, prompt in zip(sequences, prompts, strict=True):
+            assert list(sequence.output().token_ids) == reference_without_end(executor, prompt, 25)
+        assert engine.statistics.preemptions
+        assert sum(len(batch.token_ids) for batch in executor.steps) == 3 * (9 + 24)
+        assert engine._swapper.used == 0
+
+
+def test_a_request_past_its_deadline_fails_and_is_named_by_the_step(make_engine: Make) -> None:
+    now = [0.0]
+    engine = make_engine(clock=lambda: now[0], max_sequences=1, eos_token_ids=[])
+    running = engine.add(Request("a", tuple(PROMPT), SamplingParams(max_tokens=50), deadline=3))
+    waiting = engine.add(Request("b", tuple(PROMPT), SamplingParams(max_tokens=50), deadline=2))
+    engine.step()
+    now[0] = 2.5
+    assert engine.step() == [waiting, running]
+    assert isinstance(waiting.error, DeadlineExceeded)
+    assert "while it was waiting" in str(waiting.error)
+    now[0] = 3.0
+    assert engine.step() == [running]
+    assert "0.000 s ago while it was running" in str(running.error)
+    assert not engine.has_work
+    assert engine.pages_free == 64
+
+
+def test_a_full_queue_refuses_a_request_and_keeps_nothing_of_it(make_engine: Make) -> None:
+    engine = make_engine(max_waiting=2)
+    for name in "ab":
+        engine.add(Request(name, tuple(PROMPT)))
+    with pytest.raises(QueueFull, match="2 requests are waiting; max_waiting is 2"):
+        engine.add(Request("c", tuple(PROMPT)))
+    assert engine.statistics.requests_added == 2
+    engine.step()
+    engine.add(Request("c", tuple(PROMPT)))
+
+
+def test_the_statistics_say_what_was_done(make_engine: Make, make_executor: Make) -> None:
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.001
+        return now[0]
+
+    executor, steps, ended = make_executor(), [], []
+    whole = executor.step
+
+    def step(batch: Any) -> Any:
+        now[0] += 0.1
+        return whole(batch)
+
+    executor.step = step
+    engine = make_engine(
+        executor, clock=clock, eos_token_ids=[], on_step=steps.append, on_end=ended.append, bandwidth=1e6
+    )
+    one = engine.add(Request("a", tuple(PROMPT), SamplingParams(max_tokens=5)))
+    two = engine.add(Request("b", tuple(reversed(PROMPT)), SamplingParams(max_tokens=50)))
+    engine.step()
+    early = engine.statistics
+    assert (early.waiting, early.running, early.pages, early.pages_used) == (0, 2, 64, 5)
+    assert early.wasted_tokens == 20 - 16
+    for _ in range(5):
+        engine.step()
+    engine.abort("b")
+    with pytest.raises(RequestError):
+        engine.add(Request("c", ()))
+    found = engine.statistics
+    assert (found.requests_added, found.requests_finished, found.requests_aborted) == (2, 1, 1)
+    assert (found.requests_failed, found.running, found.pages_used) == (0, 0, 0)
+    assert found.prefill_tokens == 18
+    assert found.decode_tokens == 5 + two.num_output
+    assert found.steps == len(steps) == len(executor.steps) == 6
+    assert found.mean_batch == pytest.approx(sum(len(b.past_lens) for b in executor.steps) / 6)
+    assert ended == [one, two]
+    assert found.last_step == steps[-1]
+    assert found.executor_seconds == pytest.approx(6 * 0.1, rel=0.05)
+    assert found.tokens_per_second == pytest.approx(found.decode_tokens / found.busy_seconds)
+    assert found.time_to_first_token.count == 2
+    assert found.time_to_first_token.p50 == pytest.approx(0.1, rel=0.1)
+    assert found.time_between_tokens.count == found.decode_tokens - 2
+    assert found.time_between_tokens.p99 == pytest.approx(0.1, rel=0.1)
+    assert found.latency.count == 1
+    page = executor.kv_layout.bytes_per_block / 4
+    read = 6 * executor.weight_bytes + page * sum(
+        int(b.past_lens.sum()) + len(b.token_ids) for b in executor.steps
+    )
+    assert found.bandwidth_share == pytest.approx(read / found.executor_seconds / 1e6, rel=0.01)

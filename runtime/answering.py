@@ -1,0 +1,70 @@
+"""From a chunk's logits to tokens and log-probabilities."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ExecutorError
+from .outputs import Logprob
+from .sampler import log_softmax, top_logprobs
+from .sequence import Sequence
+from .sequence_state import Chunk
+from .speculation import Speculator
+from .statistics import StatisticsRecorder
+
+Rows = NDArray[np.float32]
+
+
+def choose_tokens(
+    chunk: Chunk[Sequence],
+    rows: Rows,
+    recorder: StatisticsRecorder,
+    now: float,
+    speculator: Speculator | None = None,
+) -> int:
+    """Appends the next token, and where the chunk has a draft one after each token of it that was right:
+    every position is sampled, in order, as without one. `rows` [1 + draft, vocab] float32. Returns how many
+    of the chunk's tokens stay."""
+    sequence, draft = chunk.sequence, chunk.draft
+    right = 0
+    for row in rows:
+        token = _choose(sequence, row, recorder, now)
+        if sequence.ended or right == len(draft) or token != draft[right]:
+            break
+        right += 1
+    if draft and speculator is not None:
+        recorder.accepted_tokens += right
+        speculator.observe(sequence, len(draft), right)
+    return chunk.count - len(draft) + right
+
+
+def _choose(sequence: Sequence, row: Rows, recorder: StatisticsRecorder, now: float) -> int:
+    assert sequence.chooser is not None
+    request = sequence.request
+    token = sequence.chooser.choose(row, sequence.position)
+    sequence.chooser.accept(token)
+    logprobs = None
+    if (wanted := request.params.logprobs) is not None:
+        logprobs = {
+            i: Logprob(value, rank, sequence.tokenizer.token_text(i))
+            for i, (value, rank) in top_logprobs(row, token, wanted).items()
+        }
+    if request.samples > request.params.n:
+        value = log_softmax(row)[token] if logprobs is None else logprobs[token].logprob
+        sequence.cumulative_logprob += float(value)
+    recorder.token(sequence, now)
+    sequence.append(token, logprobs, now, last=sequence.chooser.ended)
+    return token
+
+
+def score_tokens(chunk: Chunk[Sequence], rows: Rows) -> None:
+    """Adds the log-probability of the token after each of the chunk's; `rows` [tokens that have a next one,
+    vocab] float32."""
+    sequence, start = chunk.sequence, chunk.sequence.computed
+    del sequence.scores[start:]  # of before it was preempted
+    for row, token in zip(rows, sequence.tokens[start + 1 :], strict=False):
+        value = float(log_softmax(row)[token])
+        if not np.isfinite(value):
+            raise ExecutorError(f"the log-probability of token {token} is {value}; expected a number")
+        sequence.scores.append(value)
+    if chunk.completes:
+        sequence.complete_score()
