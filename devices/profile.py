@@ -47,7 +47,8 @@ class DeviceProfile:
     kv_dtype: KvDtype
     token_budget: int  # most new tokens in one step (`max_batch_tokens`)
     context: int  # most tokens of one sequence, prompt and answer (`max_model_len`)
-    target_token_ms: float | None = None  # between two tokens while prompts run; None: by what steps take
+    # What prompts may make of the time between two tokens of an answer; None: two and a half times as much.
+    target_token_ms: float | None = None
 
     @property
     def provider_list(self) -> list[tuple[str, dict[str, str]]]:

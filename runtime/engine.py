@@ -241,7 +241,7 @@ class Engine:
                 self._commit_one(chunk, rows, now)
             except Exception as error:
                 self._fail(sequence, error)
-            if sequence.ended and sequence.error is None:
+            if sequence.ended and sequence.is_running:
                 self._retire(sequence)
 
     def _commit_one(self, chunk: Chunk[Sequence], rows: NDArray[np.float32], now: float) -> None:
@@ -305,10 +305,10 @@ class Engine:
             wrapped = ExecutorError(f"the executor failed in a step: {type(error).__name__}: {reason}")
             wrapped.__cause__ = error
             error = wrapped
+        sequence.first.error = error  # the request's, though its first answer may have ended
         for sample in sequence.samples:
             if not sample.ended:
                 sample.fail(error)
-                sequence.first.error = error  # the request's, though its first answer may have ended
                 self._retire(sample)
 
     def _retire(self, sequence: Sequence) -> None:

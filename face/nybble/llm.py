@@ -38,14 +38,14 @@ class LLM:
       "f32", "f16", or on our kernels "int8".
     - `cache`: whether our kernels keep the weights as they read them in a file, in the artifact's folder
       `cache` or else the user's cache folder, and map that file from then on.
+    - `target_token_ms`: how long a step in which answers go on may be made by the prompts of others, in
+      milliseconds; without one, two and a half times what it takes without them.
     - `speculation`: what guesses tokens ahead, which changes none of them: "ngram", the text itself; the path
       of a smaller model with the same tokens, which counts toward the memory budget; "off"; "auto", "ngram"
       on our kernels. As much is guessed as is measured to pay.
 
     - `max_waiting`, `max_waiting_tokens`: how many requests, and tokens of theirs, may wait before another is
       refused with `QueueFull`; not bounded by default.
-    - `target_token_ms`: milliseconds between two tokens of an answer that are kept while other prompts are
-      computed; by default two and a half times a step without them.
     - `share_prefixes`, `min_shared_tokens`: whether a prompt's beginning is taken from what was computed
       before, and the fewest tokens for which it is.
     - `on_step`: called after each step, on the model's thread, with its `StepStatistics`.
@@ -72,10 +72,10 @@ class LLM:
         max_sequences: int = 16,
         kv_dtype: str | None = None,
         cache: bool = True,
+        target_token_ms: float | None = None,
         speculation: str | Path = "auto",
         max_waiting: int | None = None,
         max_waiting_tokens: int | None = None,
-        target_token_ms: float | None = None,
         share_prefixes: bool = True,
         min_shared_tokens: int | None = None,
         on_step: Callable[[StepStatistics], None] | None = None,
@@ -93,13 +93,13 @@ class LLM:
             max_sequences=max_sequences,
             kv_dtype=kv_dtype,
             cache=cache,
+            target_token_ms=target_token_ms,
             speculation=speculation,
         )
         self._start(
             loaded,
             max_waiting=max_waiting,
             max_waiting_tokens=max_waiting_tokens,
-            target_token_ms=target_token_ms,
             share_prefixes=share_prefixes,
             min_shared_tokens=min_shared_tokens,
             on_step=on_step,
@@ -112,12 +112,10 @@ class LLM:
         llm._start(loaded, **settings)
         return llm
 
-    def _start(self, loaded: Loaded, *, target_token_ms: float | None = None, **settings: Any) -> None:
+    def _start(self, loaded: Loaded, **settings: Any) -> None:
         self._loaded = loaded
-        if target_token_ms is None:
-            target_token_ms = loaded.target_token_ms
         try:
-            engine = self._make_engine(loaded, target_token_ms, settings)
+            engine = self._make_engine(loaded, settings)
         except BaseException:
             loaded.close()
             raise
@@ -125,7 +123,7 @@ class LLM:
         self._loop = EngineLoop(engine, loaded.close)
 
     @staticmethod
-    def _make_engine(loaded: Loaded, target_token_ms: float | None, settings: Mapping[str, Any]) -> Engine:
+    def _make_engine(loaded: Loaded, settings: Mapping[str, Any]) -> Engine:
         return Engine(
             loaded.executor,
             loaded.tokenizer,
@@ -135,8 +133,8 @@ class LLM:
             eos_token_ids=loaded.eos_token_ids,
             generation_config=loaded.generation_config,
             speculator=loaded.speculator,
+            target_token_ms=loaded.target_token_ms,
             bandwidth=loaded.bandwidth,
-            target_token_ms=target_token_ms,
             **settings,
         )
 

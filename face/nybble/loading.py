@@ -40,8 +40,8 @@ class Loaded:
     max_batch_tokens: int
     max_sequences: int
     digest: str  # of what the weights came from
-    bandwidth: float | None = None  # bytes a second that the device reads
     target_token_ms: float | None = None
+    bandwidth: float | None = None  # bytes a second; None where the profile does not say
     speculator: Speculator | None = None
 
     def close(self) -> None:
@@ -65,6 +65,7 @@ def load(
     max_sequences: int,
     kv_dtype: str | None,
     cache: bool,
+    target_token_ms: float | None = None,
     speculation: str | Path = "off",
 ) -> Loaded:
     """Opens a model for `LLM`, whose parameters these are."""
@@ -124,8 +125,8 @@ def load(
         max_batch_tokens=max_batch_tokens,
         max_sequences=plan.sequences,
         digest=digest,
+        target_token_ms=profile.target_token_ms if target_token_ms is None else target_token_ms,
         bandwidth=profile.bandwidth,
-        target_token_ms=profile.target_token_ms,
         speculator=speculator,
     )
 

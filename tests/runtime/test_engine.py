@@ -585,6 +585,21 @@ class TestSeveralAnswers:
         assert engine.pages_free == 64
         assert not engine.has_work
 
+    def test_an_error_in_another_answer_leaves_nothing_of_the_first(
+        self, make_engine: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = make_engine()
+
+        def fork(self: Sequence, index: int, blocks: Any) -> Sequence:
+            raise RuntimeError("x")
+
+        monkeypatch.setattr(Sequence, "fork", fork)
+        sequence = answer(engine, PROMPT, n=2, max_tokens=1)
+        assert isinstance(sequence.error, ExecutorError)
+        assert sequence.finish_reason is not None  # it had ended before
+        assert engine.statistics.running == 0
+        assert engine.pages_free == 64
+
 
 def sampled(
     executor: Any, prompt: list[int], count: int, temperature: float, seed: int, index: int
