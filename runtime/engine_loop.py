@@ -60,6 +60,8 @@ class EngineLoop:
 
     def submit(self, requests: Iterable[Request], sink: Sink) -> None:
         """Adds requests before the next step: all, or none where the engine refuses one. The sink hears."""
+        if self.on_thread:
+            raise RequestError("a callback on the model's thread cannot wait for a request; start a thread")
         self._send(partial(self._add, list(requests), sink))
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -127,9 +129,10 @@ class EngineLoop:
                 self._take_messages()
                 if self._has_work and not self._closing:
                     self._step()
+                self._wake_event_loops()
             except BaseException as error:
                 self._fail_all(error)
-            self._wake_event_loops()
+                self._wake_event_loops()
         if self._thread is thread:  # else it forked, and this is the child
             self._finish()
 
@@ -245,8 +248,7 @@ class EngineLoop:
             self._fail_all(error)
         self._ended = True
         self._drain()
-        if self._error is None:
-            self._on_close()
+        self._on_close()
 
     def _drain(self) -> None:
         """Answers messages that no thread will take any more."""

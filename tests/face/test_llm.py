@@ -216,6 +216,15 @@ def test_leaving_a_stream_frees_its_pages(llm: LLM) -> None:
     assert list(stream) == []
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Python's own, also where the tests run in the background, which ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_frees_the_pages_and_the_model_goes_on(llm: LLM) -> None:
     def interrupt(gate: Gate) -> None:
         gate.let(3)

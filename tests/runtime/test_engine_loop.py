@@ -136,6 +136,8 @@ def test_a_call_runs_between_steps_and_its_error_reaches_the_caller(loop: Engine
     assert threads == {loop._thread}
     with pytest.raises(ZeroDivisionError):
         loop.call(lambda engine: 1 // 0)
+    with pytest.raises(RequestError, match="a callback on the model's thread"):
+        loop.call(lambda engine: loop.submit([request()], sink))
     ends(sink, 1)
     assert loop.call(look) == 64
 
