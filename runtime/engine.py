@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from ..devices.memory_plan import SCORE_LOGITS_BYTES
 from ..errors import AllocationError, ExecutorError, NybbleError, RequestError, SettingError
 from ..kvcache import KvCache
-from .answering import choose_tokens, score_tokens
+from .answering import Rows, choose_tokens, score_tokens
 from .batch_building import build_batch, logit_rows
 from .constraint import Constraints
 from .executor import Executor
 from .page_copies import PageCopies
 from .request_limits import RequestLimits, slid
+from .sampling_params import SamplingParams
 from .scheduler import AGEING_SECONDS, Scheduler
 from .sequence import Request, Sequence
 from .sequence_state import Chunk, shape_of
@@ -39,7 +40,7 @@ class Engine:
     - `max_waiting`, `max_waiting_tokens`: how many requests, and tokens of theirs, may wait before `add`
       raises `QueueFull`; None is no bound.
     - `target_token_ms`: how long a step in which answers go on may be made by prompts, in milliseconds;
-      without one it is two and a half times a step without prompts.
+      without one it is 2.7 times a step without prompts.
     - `ageing_seconds`: how much longer a request has to wait to come before one of the next higher priority.
     - `share_prefixes`, `min_shared_tokens`: whether a prompt's beginning is taken from what was computed
       before, and the fewest tokens for which it is.
@@ -166,6 +167,11 @@ class Engine:
         self._recorder.added += 1
         return sequence
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Does what takes long of adding a request with these settings, a grammar's compilation, so that no
+        step waits for it. May be called from any thread. Raises as `add` does."""
+        self._constraints.start(params)
+
     def step(self) -> list[Sequence]:
         """Runs one batch and returns the first sequence of each request in it, and of those that failed
         before they came so far. An executor's error fails these and no others. Empty where memory must be
@@ -231,10 +237,11 @@ class Engine:
         return logits
 
     def _commit(self, chunks: list[Chunk[Sequence]], logits: NDArray[np.float32], now: float) -> None:
-        row = 0
+        row, best = 0, self._executor.best_tokens
         for chunk in chunks:
-            sequence, rows = chunk.sequence, logits[row : row + len(logit_rows(chunk))]
-            row += len(rows)
+            sequence, begin = chunk.sequence, row
+            row += len(logit_rows(chunk))
+            rows = Rows(logits[begin:row], None if best is None else best[begin:row])
             if sequence.ended:
                 continue  # another answer of its request failed in this step
             try:
@@ -244,7 +251,7 @@ class Engine:
             if sequence.ended and sequence.is_running:
                 self._retire(sequence)
 
-    def _commit_one(self, chunk: Chunk[Sequence], rows: NDArray[np.float32], now: float) -> None:
+    def _commit_one(self, chunk: Chunk[Sequence], rows: Rows, now: float) -> None:
         sequence, request = chunk.sequence, chunk.sequence.request
         if request.score:
             score_tokens(chunk, rows)
@@ -264,7 +271,7 @@ class Engine:
             ):
                 self._scheduler.restart(sequence, slid(sequence.tokens, request.n_keep))
 
-    def _fork(self, sequence: Sequence, rows: NDArray[np.float32], now: float) -> None:
+    def _fork(self, sequence: Sequence, rows: Rows, now: float) -> None:
         """The request's other answers begin where its prompt ends."""
         for index in range(1, sequence.request.samples):
             other = sequence.fork(index, self.cache.sequence())
