@@ -141,12 +141,12 @@ def test_a_stream_that_is_left_ends_within_the_step(llm: LLM) -> None:
     async def use(model: AsyncLLM) -> None:
         with gated(llm._loaded.executor) as gate:
             reading = asyncio.create_task(read_one(model))
-            await asyncio.to_thread(gate.let, 1)
+            await asyncio.to_thread(gate.pass_one)
             await reading
             gc.collect()
             gate.open()
             assert not llm._loop.call(lambda engine: engine.has_work)
-            assert gate.steps == 2
+            assert gate.steps <= 2
 
     async def read_one(model: AsyncLLM) -> None:
         async for _ in model.stream(PROMPT, ENDLESS):

@@ -25,10 +25,14 @@ class Gate:
     def let(self, steps: int) -> None:
         """Lets steps through; returns when the one after them waits."""
         for _ in range(steps):
-            self.wait()
-            self._allowed.release()
+            self.pass_one()
         self.wait()
         self._arrived.release()
+
+    def pass_one(self) -> None:
+        """Lets the step through that waits, or comes next. There may be none after it."""
+        self.wait()
+        self._allowed.release()
 
     def wait(self) -> None:
         """Returns when a step waits."""
