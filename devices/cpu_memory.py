@@ -52,8 +52,8 @@ def step_bytes(run: RunSettings) -> int:
     hidden, inner = _padded(spec.hidden_size, 32), _padded(spec.intermediate_size, 32)
     q, kv = _padded(spec.q_size, 32), _padded(spec.kv_size, 32)
     widest, wide = max(hidden, inner, q), max(hidden, q + 2 * kv, 2 * inner)
-    # Rows in float32, three times as int8 with a scale and a sum for 32 of them, the rotary table, positions.
-    token = 4 * (hidden + widest + wide + q) + 3 * _quantized(widest) + 4 * spec.rope.rotary_dim + 8
+    # Rows in float32, three times as int8 with 20 bytes more for 32 of them, the rotary table, positions.
+    token = 4 * (hidden + wide + q) + 3 * _quantized(widest) + 4 * spec.rope.rotary_dim + 8
     return (
         tokens * token
         + rows * (4 * hidden + _quantized(hidden))
@@ -63,7 +63,7 @@ def step_bytes(run: RunSettings) -> int:
 
 
 def _scratch(spec: ModelSpec, widest: int) -> int:
-    """Of one thread: the attention's arrays (`AttentionScratch`); or a panel; or a row of permuted inputs."""
+    """Of one thread: the attention's arrays (`AttentionScratch`) or a panel, and two rows."""
     padded, group = _padded(spec.head_dim, 16), spec.num_heads // spec.num_kv_heads
     rows, stride = max(192, group), _padded(spec.head_dim, 4)
     # Scores, values of a segment and merged; chunks of keys and values; figures of rows and their queries.
@@ -72,7 +72,7 @@ def _scratch(spec: ModelSpec, widest: int) -> int:
     # For an int8 cache: queries, weights, their scales, sums, pairs of values.
     arrays += [rows * stride, 4 * rows, 2 * rows * 256, 4 * 256, 4 * rows * padded, 4 * 32 * padded]
     attention = sum(_padded(array, 64) for array in arrays)
-    return _padded(max(attention, PANEL, 4 * widest), 4096)
+    return _padded(max(attention, PANEL), 4096) + 8 * widest
 
 
 def _parts(run: RunSettings) -> int:
@@ -85,7 +85,7 @@ def _parts(run: RunSettings) -> int:
 
 
 def _quantized(columns: int) -> int:
-    return columns * 5 // 4
+    return columns * 13 // 8  # 208 bytes for four tokens of 32
 
 
 def _padded(n: int, multiple: int) -> int:

@@ -99,12 +99,14 @@ void Decoder::run(int thread) {
     const FloatControl control;
     StepBuffers& b = buffers_;
     if (input_->tokens == 0) return;
-    embed(thread);
+    each_token(thread, input_->tokens, [&](int t) { embed(t); });
     for (int layer = 0; layer < config_.num_layers; ++layer) {
         const LayerWeights& w = weights_.layers[layer];
         SharedWork* work = work_.data() + static_cast<size_t>(layer) * kPhasesPerLayer;
-        normalize(thread, w.input_norm);
-        quantize_inputs(thread, w, kQ, 3, b.normed.floats(), b.hidden);
+        each_token(thread, input_->tokens, [&](int t) {
+            if (layer > 0) add_residual(t, weights_.layers[layer - 1].biases[kDown]);
+            quantize_input(thread, t, w, kQ, 3, normalized(thread, t, w.input_norm));
+        });
         pool_.barrier();
         linears(thread, w, kQ, 3, b.projected.floats(), b.qkv, work[0]);
         pool_.barrier();
@@ -112,65 +114,65 @@ void Decoder::run(int thread) {
         pool_.barrier();
         attend(thread, layer, work[1]);
         pool_.barrier();
-        merge_attention(thread, config_.group_of_layer[layer]);
-        quantize_inputs(thread, w, kO, 1, b.attended.floats(), b.q);
+        each_token(thread, input_->tokens, [&](int t) {
+            merge_attention(t, config_.group_of_layer[layer]);
+            quantize_input(thread, t, w, kO, 1, b.attended.floats() + static_cast<size_t>(t) * b.q);
+        });
         pool_.barrier();
         linears(thread, w, kO, 1, b.projected.floats(), b.hidden, work[2]);
         pool_.barrier();
-        residual(thread, w, kO);
-        normalize(thread, w.post_norm);
-        quantize_inputs(thread, w, kGate, 2, b.normed.floats(), b.hidden);
+        each_token(thread, input_->tokens, [&](int t) {
+            add_residual(t, w.biases[kO]);
+            quantize_input(thread, t, w, kGate, 2, normalized(thread, t, w.post_norm));
+        });
         pool_.barrier();
         linears(thread, w, kGate, 2, b.projected.floats(), b.gate_up, work[3]);
         pool_.barrier();
-        gate(thread, w);
-        quantize_inputs(thread, w, kDown, 1, b.normed.floats(), b.inner);
+        each_token(thread, input_->tokens,
+                   [&](int t) { quantize_input(thread, t, w, kDown, 1, gated(thread, t, w)); });
         pool_.barrier();
         linears(thread, w, kDown, 1, b.projected.floats(), b.hidden, work[4]);
         pool_.barrier();
-        residual(thread, w, kDown);
     }
+    each_token(thread, input_->tokens, [&](int t) { add_residual(t, weights_.layers.back().biases[kDown]); });
     if (input_->rows == 0) return;
     pool_.barrier();
     head(thread, work_.back());
 }
 
-void Decoder::embed(int thread) {
+void Decoder::embed(int t) {
     StepBuffers& b = buffers_;
     const size_t half = config_.inv_freq.size();
-    each_token(thread, input_->tokens, [&](int t) {
-        float* row = b.residual.floats() + static_cast<size_t>(t) * b.hidden;
-        dequantize_row(weights_.embedding, input_->token_ids[t], row);
-        // What pads the last slice stands for no weight, and norms read whole lanes.
-        std::fill(row + config_.hidden_size, row + b.hidden, 0.0f);
-        if (config_.embedding_scale != 1.0f) kernels_.scale(row, config_.embedding_scale, b.hidden);
-        const float position = static_cast<float>(plan_.position_of(t));
-        float* cos = b.cos.floats() + t * half;
-        float* sin = b.sin.floats() + t * half;
-        for (size_t i = 0; i < half; ++i) {
-            const float angle = position * config_.inv_freq[i];
-            const SinCos value = sin_cos(angle);
-            cos[i] = static_cast<float>(value.cos) * config_.rope_attention_factor;
-            sin[i] = static_cast<float>(value.sin) * config_.rope_attention_factor;
-        }
-    });
+    float* row = b.residual.floats() + static_cast<size_t>(t) * b.hidden;
+    dequantize_row(weights_.embedding, input_->token_ids[t], row);
+    // What pads the last slice stands for no weight, and norms read whole lanes.
+    std::fill(row + config_.hidden_size, row + b.hidden, 0.0f);
+    if (config_.embedding_scale != 1.0f) kernels_.scale(row, config_.embedding_scale, b.hidden);
+    const float position = static_cast<float>(plan_.position_of(t));
+    float* cos = b.cos.floats() + t * half;
+    float* sin = b.sin.floats() + t * half;
+    for (size_t i = 0; i < half; ++i) {
+        const float angle = position * config_.inv_freq[i];
+        const SinCos value = sin_cos(angle);
+        cos[i] = static_cast<float>(value.cos) * config_.rope_attention_factor;
+        sin[i] = static_cast<float>(value.sin) * config_.rope_attention_factor;
+    }
 }
 
-// normed = RMSNorm(residual). The buffer holds rows of other widths too, so the padding is cleared each time.
-void Decoder::normalize(int thread, const std::vector<float>& weight) {
+// RMSNorm of a token's residual, padded with zeros; valid until the thread's next row.
+const float* Decoder::normalized(int thread, int t, const std::vector<float>& weight) {
     StepBuffers& b = buffers_;
-    const int n = round_up(config_.hidden_size, 16);
-    each_token(thread, input_->tokens, [&](int t) {
-        float* out = b.normed.floats() + static_cast<size_t>(t) * b.hidden;
-        kernels_.rms_norm(b.residual.floats() + static_cast<size_t>(t) * b.hidden, weight.data(),
-                          config_.norm_eps, config_.hidden_size, out);
-        std::fill(out + n, out + b.hidden, 0.0f);
-    });
+    float* out = b.row(thread);
+    kernels_.rms_norm(b.residual.floats() + static_cast<size_t>(t) * b.hidden, weight.data(),
+                      config_.norm_eps, config_.hidden_size, out);
+    std::fill(out + round_up(config_.hidden_size, 16), out + b.hidden, 0.0f);
+    return out;
 }
 
-// Quantizes rows as the inputs of `count` linear layers from `first`; those with the same permutation share.
-void Decoder::quantize_inputs(int thread, const LayerWeights& layer, LinearIndex first, int count,
-                              const float* rows, int stride) {
+// Quantizes a token's row as the input of `count` linear layers from `first`; those with the same permutation
+// share it. The row may be the thread's own.
+void Decoder::quantize_input(int thread, int t, const LayerWeights& layer, LinearIndex first, int count,
+                             const float* row) {
     StepBuffers& b = buffers_;
     const int columns = layer.linears[first].columns;
     for (int i = 0; i < count; ++i) {
@@ -178,16 +180,12 @@ void Decoder::quantize_inputs(int thread, const LayerWeights& layer, LinearIndex
         if (layer.input_slots[first + i] != i) continue;
         const Activations out{b.activations[i].data(), input_->tokens, slices_of(columns)};
         if (permutation.empty()) {
-            each_token(thread, input_->tokens,
-                       [&](int t) { kernels_.quantize(rows + static_cast<size_t>(t) * stride, t, out); });
+            kernels_.quantize(row, t, out);
         } else {
-            float* permuted = reinterpret_cast<float*>(b.scratch(thread));
-            std::fill_n(permuted, round_up(columns, kSlice), 0.0f);
-            each_token(thread, input_->tokens, [&](int t) {
-                const float* row = rows + static_cast<size_t>(t) * stride;
-                for (int k = 0; k < columns; ++k) permuted[k] = row[permutation[k]];
-                kernels_.quantize(permuted, t, out);
-            });
+            float* permuted = b.permuted(thread);
+            for (int k = 0; k < columns; ++k) permuted[k] = row[permutation[k]];
+            std::fill(permuted + columns, permuted + round_up(columns, kSlice), 0.0f);
+            kernels_.quantize(permuted, t, out);
         }
     }
 }
@@ -206,29 +204,27 @@ void Decoder::linears(int thread, const LayerWeights& layer, LinearIndex first, 
     run_linear_jobs(kernels_, jobs, count, thread, work, b.scratch(thread));
 }
 
-void Decoder::gate(int thread, const LayerWeights& layer) {
+// A token's activation(gate) * up, padded with zeros; valid until the thread's next row.
+const float* Decoder::gated(int thread, int t, const LayerWeights& layer) {
     StepBuffers& b = buffers_;
     const int inner = round_up(config_.intermediate_size, 16);
-    each_token(thread, input_->tokens, [&](int t) {
-        float* gate = b.projected.floats() + static_cast<size_t>(t) * b.gate_up;
-        float* up = gate + b.inner;
-        if (!layer.biases[kGate].empty()) kernels_.add(gate, layer.biases[kGate].data(), inner);
-        if (!layer.biases[kUp].empty()) kernels_.add(up, layer.biases[kUp].data(), inner);
-        float* out = b.normed.floats() + static_cast<size_t>(t) * b.inner;
-        kernels_.gated(gate, up, config_.activation, inner, out);
-        std::fill(out + inner, out + b.inner, 0.0f);
-    });
+    float* gate = b.projected.floats() + static_cast<size_t>(t) * b.gate_up;
+    float* up = gate + b.inner;
+    if (!layer.biases[kGate].empty()) kernels_.add(gate, layer.biases[kGate].data(), inner);
+    if (!layer.biases[kUp].empty()) kernels_.add(up, layer.biases[kUp].data(), inner);
+    float* out = b.row(thread);
+    kernels_.gated(gate, up, config_.activation, inner, out);
+    std::fill(out + inner, out + b.inner, 0.0f);
+    return out;
 }
 
-// residual += projection (+ bias)
-void Decoder::residual(int thread, const LayerWeights& layer, LinearIndex linear) {
+// A token's residual += projection (+ bias)
+void Decoder::add_residual(int t, const std::vector<float>& bias) {
     StepBuffers& b = buffers_;
-    each_token(thread, input_->tokens, [&](int t) {
-        float* y = b.projected.floats() + static_cast<size_t>(t) * b.hidden;
-        const int n = round_up(config_.hidden_size, 16);
-        if (!layer.biases[linear].empty()) kernels_.add(y, layer.biases[linear].data(), n);
-        kernels_.add(b.residual.floats() + static_cast<size_t>(t) * b.hidden, y, n);
-    });
+    float* y = b.projected.floats() + static_cast<size_t>(t) * b.hidden;
+    const int n = round_up(config_.hidden_size, 16);
+    if (!bias.empty()) kernels_.add(y, bias.data(), n);
+    kernels_.add(b.residual.floats() + static_cast<size_t>(t) * b.hidden, y, n);
 }
 
 void Decoder::head(int thread, SharedWork& work) {

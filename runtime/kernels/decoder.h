@@ -40,17 +40,17 @@ class Decoder {
   private:
     // The step as one thread sees it: phases with barriers between them.
     void run(int thread);
-    void embed(int thread);
-    void normalize(int thread, const std::vector<float>& weight);
-    void quantize_inputs(int thread, const LayerWeights& layer, LinearIndex first, int count,
-                         const float* rows, int stride);
+    void embed(int t);
+    const float* normalized(int thread, int t, const std::vector<float>& weight);
+    void quantize_input(int thread, int t, const LayerWeights& layer, LinearIndex first, int count,
+                        const float* row);
     void linears(int thread, const LayerWeights& layer, LinearIndex first, int count, float* out, int stride,
                  SharedWork& work);
     void rotate_and_store(int thread, int layer);
     void attend(int thread, int layer, SharedWork& work);
-    void merge_attention(int thread, int group);
-    void gate(int thread, const LayerWeights& layer);
-    void residual(int thread, const LayerWeights& layer, LinearIndex linear);
+    void merge_attention(int t, int group);
+    const float* gated(int thread, int t, const LayerWeights& layer);
+    void add_residual(int t, const std::vector<float>& bias);
     void head(int thread, SharedWork& work);
 
     // Calls function(t) for this thread's share of [0, count).

@@ -89,23 +89,21 @@ void Decoder::attend(int thread, int layer, SharedWork& work) {
     });
 }
 
-// Merges the rows of sequences whose attention was split over segments.
-void Decoder::merge_attention(int thread, int group) {
+// Merges a token's row where its sequence's attention was split over segments.
+void Decoder::merge_attention(int t, int group) {
     StepBuffers& b = buffers_;
+    const int sequence = plan_.sequence_of(t);
+    const SegmentRange segments = plan_.parts_of(group, sequence);
+    if (segments.begin == segments.end) return;
     const int head_dim = config_.head_dim, padded = round_up(head_dim, 16);
     const int heads_per_group = config_.num_heads / config_.num_kv_heads;
     const auto* parts = reinterpret_cast<const SoftmaxPart*>(b.parts.data());
-    each_token(thread, input_->tokens, [&](int t) {
-        const int sequence = plan_.sequence_of(t);
-        const SegmentRange segments = plan_.parts_of(group, sequence);
-        if (segments.begin == segments.end) return;
-        for (int h = 0; h < config_.num_heads; ++h) {
-            const size_t part = b.first_part(sequence, h / heads_per_group);
-            kernels_.merge_parts(parts + part, b.part_values.floats() + part * padded, segments.begin,
-                                 segments.end, heads_per_group, h % heads_per_group, head_dim,
-                                 b.attended.floats() + static_cast<size_t>(t) * b.q + h * head_dim);
-        }
-    });
+    for (int h = 0; h < config_.num_heads; ++h) {
+        const size_t part = b.first_part(sequence, h / heads_per_group);
+        kernels_.merge_parts(parts + part, b.part_values.floats() + part * padded, segments.begin,
+                             segments.end, heads_per_group, h % heads_per_group, head_dim,
+                             b.attended.floats() + static_cast<size_t>(t) * b.q + h * head_dim);
+    }
 }
 
 }  // namespace nybble

@@ -55,11 +55,22 @@ struct PackedLinear {
     size_t bytes() const { return tile_bytes() * tile_count(); }
 };
 
-// Quantized activations: per block of 4 tokens and slice, 160 bytes: s8 [4][32], f32 scale [4], i32 minus the
-// sum of the slice [4]: with the zero point it is what an integer accumulator starts from.
-constexpr int kActivationBytes = kBlockTokens * (kSlice + 4 + 4);
+// Quantized activations: per block of 4 tokens and slice, 208 bytes: s8 [4][32], f32 scale [4], i32 minus the
+// sum of the slice [4], and what spares the matrix product work: f32 minus kDotBias times the scale [4], and
+// what an integer accumulator starts from, kDotBias's bits minus the zero point times the sum, i32 [4], for
+// the zero points 8 and 128.
 constexpr int kActivationScales = kBlockTokens * kSlice;
 constexpr int kActivationMinusSums = kActivationScales + kBlockTokens * 4;
+constexpr int kActivationOffsets = kActivationMinusSums + kBlockTokens * 4;
+constexpr int kActivationStarts8 = kActivationOffsets + kBlockTokens * 4;
+constexpr int kActivationStarts128 = kActivationStarts8 + kBlockTokens * 4;
+constexpr int kActivationBytes = kActivationStarts128 + kBlockTokens * 4;
+
+// Integer sums begin at the bits of 1.5 * 2^23: as a float those of a sum under 2^22 are kDotBias + sum, with
+// no conversion. Times a scale of at most 22 bits kDotBias is exact, so that one fused multiply-add gives the
+// sum times the scale, rounded once.
+constexpr float kDotBias = 12582912.0f;
+constexpr int32_t kDotBiasBits = 0x4B400000;
 
 struct Activations {
     uint8_t* data = nullptr;

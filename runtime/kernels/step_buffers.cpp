@@ -16,9 +16,9 @@ StepBuffers::StepBuffers(const DecoderConfig& config, const StepPlan& plan, int 
       projected_(std::max({hidden, qkv, gate_up})),
       rotary_half_(static_cast<int>(config.inv_freq.size())),
       parts_of_head_(static_cast<size_t>(plan.max_segments()) * (config.num_heads / config.num_kv_heads)),
-      // A row in the order of a permutation is put together there too.
-      scratch_bytes_((std::max(scratch_bytes, widest_ * sizeof(float)) + 4095) / 4096 * 4096) {
+      scratch_bytes_((scratch_bytes + 4095) / 4096 * 4096) {
     scratch_.allocate(scratch_bytes_ * threads);
+    rows_of_threads_.allocate(sizeof(float) * 2 * widest_ * threads);
     const size_t count = first_part(plan.max_split_sequences(), 0);
     parts.allocate(count * sizeof(SoftmaxPart));
     part_values.allocate(count * round_up(config.head_dim, 16) * sizeof(float));
@@ -31,7 +31,6 @@ void StepBuffers::reserve(int tokens, int rows) {
         const size_t t = round_up(tokens, kBlockTokens);
         tokens_ = 0;
         residual.allocate(t * hidden * sizeof(float));
-        normed.allocate(t * widest_ * sizeof(float));
         projected.allocate(t * projected_ * sizeof(float));
         attended.allocate(t * q * sizeof(float));
         for (AlignedBuffer& a : activations) a.allocate(t * slices_of(widest_) * kActivation);
@@ -49,9 +48,9 @@ void StepBuffers::reserve(int tokens, int rows) {
 }
 
 size_t StepBuffers::bytes() const {
-    size_t total = scratch_.bytes();
-    for (const AlignedBuffer* buffer : {&residual, &normed, &projected, &attended, &picked, &head_activations,
-                                        &cos, &sin, &parts, &part_values}) {
+    size_t total = scratch_.bytes() + rows_of_threads_.bytes();
+    for (const AlignedBuffer* buffer :
+         {&residual, &projected, &attended, &picked, &head_activations, &cos, &sin, &parts, &part_values}) {
         total += buffer->bytes();
     }
     for (const AlignedBuffer& buffer : activations) total += buffer.bytes();

@@ -22,6 +22,12 @@ class StepBuffers {
     // What all of them take, if all of it is used. devices/cpu_memory.py predicts it.
     size_t bytes() const;
     uint8_t* scratch(int thread) const { return scratch_.data() + scratch_bytes_ * thread; }
+    // A thread's own: a token's row on its way into linear layers, and the same in the order of a
+    // permutation.
+    float* row(int thread) const {
+        return rows_of_threads_.floats() + static_cast<size_t>(2 * thread) * widest_;
+    }
+    float* permuted(int thread) const { return row(thread) + widest_; }
     // The first part of a split sequence and KV head; its parts are [segments][heads of the group].
     size_t first_part(int sequence, int head) const {
         return (static_cast<size_t>(sequence) * num_kv_heads_ + head) * parts_of_head_;
@@ -30,7 +36,6 @@ class StepBuffers {
     // Elements of a row, padded to whole slices.
     const int hidden, inner, q, kv, qkv, gate_up;
     AlignedBuffer residual;   // [tokens][hidden]
-    AlignedBuffer normed;     // [tokens][hidden or inner]: rows on their way into linear layers
     AlignedBuffer projected;  // [tokens][qkv, hidden or gate_up]: what linear layers gave
     AlignedBuffer attended;   // [tokens][q]
     AlignedBuffer picked;     // [rows][hidden]
@@ -44,7 +49,7 @@ class StepBuffers {
     const int num_kv_heads_, widest_, projected_, rotary_half_;
     const size_t parts_of_head_, scratch_bytes_;
     int tokens_ = 0, rows_ = 0;
-    AlignedBuffer scratch_;
+    AlignedBuffer scratch_, rows_of_threads_;
 };
 
 }  // namespace nybble

@@ -13,6 +13,7 @@ StepPlan::StepPlan(const DecoderConfig& config, int threads)
     : num_kv_heads_(config.num_kv_heads),
       queries_per_item_(std::max(1, kRowsPerItem / (config.num_heads / config.num_kv_heads))),
       max_split_(std::max(1, 4 * threads / config.num_kv_heads)),
+      split_items_(8 * threads),
       max_segments_((config.max_position - 1) / kSegmentTokens + 1),
       window_of_group_(config.num_groups),
       items_(config.num_groups) {
@@ -62,9 +63,10 @@ void StepPlan::plan_attention(const StepInput& input, int group) {
         const int begin = low_segment(past), end = past / kSegmentTokens + 1;
         if (count == 1 && split && end - begin > 1) {
             parts = {begin, end};
-            for (int segment = begin; segment < end; ++segment) {
+            const int run = std::max(1, (end - begin) * num_kv_heads_ / split_items_);
+            for (int segment = begin; segment < end; segment += run) {
                 for (int head = 0; head < num_kv_heads_; ++head) {
-                    items.push_back({s, head, 0, 1, segment, segment + 1, true});
+                    items.push_back({s, head, 0, 1, segment, std::min(end, segment + run), true});
                 }
             }
             continue;

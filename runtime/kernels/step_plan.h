@@ -17,7 +17,7 @@ struct AttentionItem {
     int query_count;
     int segment_begin;
     int segment_end;
-    bool in_parts;  // one segment of a query whose segments are merged later
+    bool in_parts;  // segments of one query, which are merged with its others later
 };
 
 struct SegmentRange {
@@ -53,7 +53,9 @@ class StepPlan {
     void plan_attention(const StepInput& input, int group);
 
     const int num_kv_heads_, queries_per_item_;
-    const int max_split_, max_segments_;
+    const int max_split_;
+    const int split_items_;  // that a split sequence has at least, where it has as many segments
+    const int max_segments_;
     std::vector<int> window_of_group_;  // tokens, 0 is all
     int sequences_ = 0;
     std::vector<int> sequence_of_, position_of_;     // [tokens]

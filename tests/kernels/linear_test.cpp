@@ -107,8 +107,9 @@ class Product {
                 const uint8_t* from = input(kTokens).block(t / kBlockTokens) + s * kActivationBytes;
                 uint8_t* to = block.data() + s * kActivationBytes;
                 std::memcpy(to, from + place * kSlice, kSlice);
-                std::memcpy(to + kActivationScales, from + kActivationScales + place * 4, 4);
-                std::memcpy(to + kActivationMinusSums, from + kActivationMinusSums + place * 4, 4);
+                for (int field = kActivationScales; field < kActivationBytes; field += kBlockTokens * 4) {
+                    std::memcpy(to + field, from + field + place * 4, 4);
+                }
             }
             kernels_.linear_rows(w_, one, y.data() + t * stride(), stride(), 0, w_.tile_count());
         }

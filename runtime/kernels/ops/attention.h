@@ -71,6 +71,34 @@ inline size_t attention_scratch(int group, int head_dim) {
     return AttentionScratch(nullptr, group, head_dim).bytes();
 }
 
+// Asks for memory that is needed soon, some lines in each round of a product: asked for all at once, lines
+// beyond those that a core can wait for hold up what it computes. Goes on with the last part when all are
+// through.
+class Ahead {
+  public:
+    void add(const uint8_t* part, int bytes) {
+        parts_[count_++] = part;
+        bytes_ = bytes;
+    }
+    template <int kLines>
+    void lines() {
+#pragma GCC unroll 4
+        for (int i = 0; i < kLines; ++i) {
+            prefetch(parts_[index_] + at_);
+            at_ += 64;
+            if (at_ >= bytes_) {
+                at_ = 0;
+                index_ += index_ + 1 < count_;
+            }
+        }
+    }
+
+  private:
+    static constexpr uint8_t kNothing[64] = {};
+    const uint8_t* parts_[kChunkPages] = {kNothing};
+    int count_ = 0, bytes_ = 0, index_ = 0, at_ = 0;
+};
+
 // The pages of one segment that a task's rows see.
 struct SegmentView {
     int base;                  // position of its first token
@@ -135,26 +163,37 @@ class AttentionRun {
         return std::min(first_query, task_.query_count) * task_.group;
     }
 
-    // A few rows wait for memory more than they compute. Asks for the keys of the next chunk, and for the
-    // values of this one, which come after the softmax.
-    void fetch_ahead(const SegmentView& view, int p, int pages) const {
-        for (int i = p; i < p + pages; ++i)
-            fetch(page(view, i).base + layout_.values, task_.shape.value_bytes());
-        for (int i = p + pages; i < std::min(p + pages + kChunkPages, view.page_end); ++i) {
-            fetch(page(view, i).base, task_.shape.key_bytes());
-        }
+    // A few rows wait for memory more than they compute. What comes after the keys of the chunk at p: those
+    // of the next one, or the segment's first values.
+    Ahead after_keys(const SegmentView& view, int p) const {
+        return p + kChunkPages < view.page_end ? keys_ahead(view, p + kChunkPages)
+                                               : values_ahead(view, view.page_begin);
     }
-
-    static void fetch(const uint8_t* from, int bytes) {
-        for (int line = 0; line < bytes; line += 64)
-            __builtin_prefetch(from + line, 0, 2);  // into the second cache: it is more than the first holds
+    // After the values of the chunk at p: those of the next one, or the next segment's first keys.
+    Ahead after_values(const SegmentView& view, int p) const {
+        if (p + kChunkPages < view.page_end) return values_ahead(view, p + kChunkPages);
+        const int segment = view.base / kSegmentTokens + 1;
+        if (segment == task_.segment_end) return {};
+        const SegmentView next = view_of(segment);
+        return keys_ahead(next, next.page_begin);
+    }
+    Ahead keys_ahead(const SegmentView& view, int p) const {
+        Ahead ahead;
+        for (int i = p; i < std::min(p + kChunkPages, view.page_end); ++i)
+            ahead.add(page(view, i).base, task_.shape.key_bytes());
+        return ahead;
+    }
+    Ahead values_ahead(const SegmentView& view, int p) const {
+        Ahead ahead;
+        for (int i = p; i < std::min(p + kChunkPages, view.page_end); ++i)
+            ahead.add(page(view, i).base + layout_.values, task_.shape.value_bytes());
+        return ahead;
     }
 
     // Scores of a chunk of pages from p.
     void scores(const SegmentView& view, int p) {
         const int pages = std::min(kChunkPages, view.page_end - p);
         const int skipped = direct_ ? 0 : rows_before(view, p);
-        if (direct_) fetch_ahead(view, p, pages);
         if constexpr (kType != KvType::kInt8) {
             if (!direct_) {
                 for (int i = 0; i < pages; ++i) {
@@ -178,17 +217,24 @@ class AttentionRun {
         for (int j = 0; j < kPages; ++j) bases[j] = page(view, p + i + j).base;
         const auto of = [&](int j) { return Page<kType>{bases[j], layout_}; };
         float* out = s_.scores + skipped * kSegmentTokens + (p + i) * kPageTokens;
-        if constexpr (kType == KvType::kInt8) {
-            integer_scores<kPages>([&](int j, int d) { return of(j).keys(d); },
-                                   [&](int j) { return of(j).key_scales(); }, s_.queries.from(skipped),
-                                   rows_ - skipped, out);
-        } else if (direct_) {
-            float_scores<kPages>([&](int j, int d) { return of(j).keys(d); }, s_.query, rows_, head_dim_,
-                                 out);
+        const auto scores = [&](auto key, auto round) {
+            if constexpr (kType == KvType::kInt8) {
+                integer_scores<kPages>(
+                    key, [&](int j) { return of(j).key_scales(); }, s_.queries.from(skipped), rows_ - skipped,
+                    out, round);
+            } else {
+                float_scores<kPages>(key, s_.query + skipped, rows_ - skipped, head_dim_, out, round);
+            }
+        };
+        const auto stored = [&](int j, int d) { return of(j).keys(d); };
+        if (direct_) {
+            Ahead ahead = after_keys(view, p);
+            scores(stored, [&] { ahead.template lines<kType == KvType::kF16 ? 2 : 4>(); });
+        } else if constexpr (kType == KvType::kInt8) {
+            scores(stored, [] {});
         } else {
-            float_scores<kPages>(
-                [&](int j, int d) { return load(s_.keys + d * kChunkTokens + (i + j) * kPageTokens); },
-                s_.query + skipped, rows_ - skipped, head_dim_, out);
+            scores([&](int j, int d) { return load(s_.keys + d * kChunkTokens + (i + j) * kPageTokens); },
+                   [] {});
         }
     }
 
@@ -251,10 +297,12 @@ class AttentionRun {
         const int tokens = std::min(pages * kPageTokens, view.tokens - p * kPageTokens);
         const bool first = p == view.page_begin;
         if (direct_) {
+            Ahead ahead = after_values(view, p);
+            const auto round = [&] { ahead.template lines<kType == KvType::kF32 ? 4 : 2>(); };
             for (int i = 0; i * kPageTokens < tokens; ++i) {
                 const Page<kType> from = page(view, p + i);
                 values_of([&](int t, int element) { return from.values(t, element); }, (p + i) * kPageTokens,
-                          std::min(kPageTokens, tokens - i * kPageTokens), 0, first && i == 0);
+                          std::min(kPageTokens, tokens - i * kPageTokens), 0, first && i == 0, round);
             }
             return;
         }
@@ -267,19 +315,20 @@ class AttentionRun {
         }
         const int skipped = first ? 0 : rows_before(view, p);
         values_of([&](int t, int element) { return get(t, element); }, p * kPageTokens, tokens, skipped,
-                  first);
+                  first, [] {});
     }
 
     // `tokens` tokens from the `begin`-th of the segment, for rows from `skipped` on.
-    template <typename Value>
-    void values_of(Value value, int begin, int tokens, int skipped, bool first) {
+    template <typename Value, typename Round>
+    void values_of(Value value, int begin, int tokens, int skipped, bool first, Round round) {
         const size_t weights = static_cast<size_t>(skipped) * kSegmentTokens + begin;
         const size_t to = static_cast<size_t>(skipped) * padded_;
         if constexpr (kType == KvType::kInt8) {
             integer_values(value, s_.weights + weights, rows_ - skipped, (tokens + 1) / 2, s_.sums + to,
-                           padded_, first);
+                           padded_, first, round);
         } else {
-            float_values(value, s_.scores + weights, rows_ - skipped, tokens, s_.values + to, padded_, first);
+            float_values(value, s_.scores + weights, rows_ - skipped, tokens, s_.values + to, padded_, first,
+                         round);
         }
     }
 

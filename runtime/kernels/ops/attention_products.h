@@ -1,9 +1,11 @@
 // Scores of query rows against keys, and weighted sums of values: one accumulator an element, keys' elements
 // and tokens in ascending order. Included inside the namespace of an instruction set.
 
-// sums[r][i] = multiply(left(i, k), right(r, k), sums[r][i]) for k from 0 to count.
-template <int kRows, int kVectors, typename Sum, typename Left, typename Right, typename Multiply>
-inline void product_block(int count, Left left, Right right, Multiply multiply,
+// sums[r][i] = multiply(left(i, k), right(r, k), sums[r][i]) for k from 0 to count; `round` is called for
+// each k.
+template <int kRows, int kVectors, typename Sum, typename Left, typename Right, typename Multiply,
+          typename Round>
+inline void product_block(int count, Left left, Right right, Multiply multiply, Round& round,
                           Sum (&sums)[kRows][kVectors]) {
     // A copy, which compilers keep in registers.
     Sum own[kRows][kVectors];
@@ -13,6 +15,7 @@ inline void product_block(int count, Left left, Right right, Multiply multiply,
         for (int i = 0; i < kVectors; ++i) own[r][i] = sums[r][i];
     }
     for (int k = 0; k < count; ++k) {
+        round();
         decltype(left(0, 0)) vectors[kVectors];
 #pragma GCC unroll 4
         for (int i = 0; i < kVectors; ++i) vectors[i] = left(i, k);
@@ -49,14 +52,15 @@ inline void each_vectors(int padded_dim, Vectors vectors) {
 }
 
 // Scores of rows against kPages pages, [rows][256 tokens]; `key(page, d)` gives a vector.
-template <int kPages, typename Key>
-inline void float_scores(Key key, const float* const* query, int rows, int head_dim, float* scores) {
+template <int kPages, typename Key, typename Round>
+inline void float_scores(Key key, const float* const* query, int rows, int head_dim, float* scores,
+                         Round round) {
     each_row_block(rows, [&](auto count, int first) {
         F32 sums[count()][kPages];
         for (auto& row : sums) std::fill(row, row + kPages, zero());
         product_block(
             head_dim, key, [&](int r, int d) { return set1(query[first + r][d]); },
-            [](F32 k, F32 q, F32 sum) { return fma(k, q, sum); }, sums);
+            [](F32 k, F32 q, F32 sum) { return fma(k, q, sum); }, round, sums);
         for (int r = 0; r < count(); ++r) {
             float* out = scores + (first + r) * kSegmentTokens;
             for (int p = 0; p < kPages; ++p) store(out + p * kPageTokens, sums[r][p]);
@@ -65,9 +69,9 @@ inline void float_scores(Key key, const float* const* query, int rows, int head_
 }
 
 // out[row] += score[row][token] * value[token]; where `first`, from zero.
-template <typename Value>
+template <typename Value, typename Round>
 inline void float_values(Value value, const float* scores, int rows, int tokens, float* out, int padded_dim,
-                         bool first) {
+                         bool first, Round round) {
     each_vectors(padded_dim, [&](auto vectors, int element) {
         each_row_block(rows, [&](auto count, int row) {
             F32 sums[count()][vectors()];
@@ -79,7 +83,7 @@ inline void float_values(Value value, const float* scores, int rows, int tokens,
             product_block(
                 tokens, [&](int i, int t) { return value(t, element + i * 16); },
                 [&](int r, int t) { return set1(scores[(row + r) * kSegmentTokens + t]); },
-                [](F32 v, F32 p, F32 sum) { return fma(v, p, sum); }, sums);
+                [](F32 v, F32 p, F32 sum) { return fma(v, p, sum); }, round, sums);
             for (int r = 0; r < count(); ++r) {
                 for (int i = 0; i < vectors(); ++i) store(to + r * padded_dim + i * 16, sums[r][i]);
             }
@@ -123,9 +127,9 @@ inline void quantize_query(const float* row, int head_dim, const IntegerQueries&
     out.minus_128[index] = -128 * reduce_add(sum);
 }
 
-template <int kPages, typename Key, typename KeyScales>
+template <int kPages, typename Key, typename KeyScales, typename Round>
 inline void integer_scores(Key key, KeyScales key_scales, const IntegerQueries& queries, int rows,
-                           float* scores) {
+                           float* scores, Round round) {
     each_row_block(rows, [&](auto count, int row) {
         I32 sums[count()][kPages];
         for (int r = 0; r < count(); ++r) {
@@ -134,7 +138,7 @@ inline void integer_scores(Key key, KeyScales key_scales, const IntegerQueries& 
         product_block(
             queries.stride / 4, key,
             [&](int r, int d) { return broadcast4(queries.codes + (row + r) * queries.stride + 4 * d); },
-            [](Bytes k, Bytes q, I32 sum) { return dot4<true>(sum, k, q); }, sums);
+            [](Bytes k, Bytes q, I32 sum) { return dot4<true>(sum, k, q); }, round, sums);
         for (int p = 0; p < kPages; ++p) {
             const F32 scales = key_scales(p);
             for (int r = 0; r < count(); ++r) {
@@ -147,9 +151,9 @@ inline void integer_scores(Key key, KeyScales key_scales, const IntegerQueries& 
 
 // Sums of a segment's values in integers: 256 tokens of 15 by 7 bits fit in 32. `value(pair, element)` gives
 // 16 elements of two tokens.
-template <typename Value>
+template <typename Value, typename Round>
 inline void integer_values(Value value, const int16_t* weights, int rows, int pairs, int32_t* out,
-                           int padded_dim, bool first) {
+                           int padded_dim, bool first, Round round) {
     each_vectors(padded_dim, [&](auto vectors, int element) {
         each_row_block(rows, [&](auto count, int row) {
             I32 sums[count()][vectors()];
@@ -163,7 +167,7 @@ inline void integer_values(Value value, const int16_t* weights, int rows, int pa
                 [&](int r, int pair) {
                     return broadcast_pair(weights + (row + r) * kSegmentTokens + 2 * pair);
                 },
-                [](Bytes v, Bytes p, I32 sum) { return dot2(sum, v, p); }, sums);
+                [](Bytes v, Bytes p, I32 sum) { return dot2(sum, v, p); }, round, sums);
             for (int r = 0; r < count(); ++r) {
                 for (int i = 0; i < vectors(); ++i) store_int(to + r * padded_dim + i * 16, sums[r][i]);
             }

@@ -11,6 +11,17 @@ inline F32 finite_or_infinite(F32 magnitude) {
     return select_less(magnitude, infinity, magnitude, infinity);
 }
 
+// Above it the offset of a scale could overflow.
+constexpr float kLargestActivation = 1e33f;
+
+inline float round_up_to_22_bits(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    bits = (bits + 3) & ~3u;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
 inline void quantize(const float* row, int token, Activations out) {
     uint8_t* block = out.block(token / kBlockTokens);
     const int place = token % kBlockTokens;
@@ -18,8 +29,8 @@ inline void quantize(const float* row, int token, Activations out) {
         F32 a = load(row), b = load(row + 16);
         const float largest = reduce_max(max(finite_or_infinite(abs(a)), finite_or_infinite(abs(b))));
         // Under 1e-30 the reciprocal could overflow; such a slice is nothing.
-        float scale = largest > 1e-30f ? largest / 127.0f : 0.0f;
-        if (largest == HUGE_VALF) {  // no integers stand for it: the scale carries it to every output
+        float scale = largest > 1e-30f ? round_up_to_22_bits(largest / 127.0f) : 0.0f;
+        if (largest > kLargestActivation) {  // no integers stand for it: the scale carries it to every output
             a = b = zero();
             scale = NAN;
         }
@@ -29,10 +40,36 @@ inline void quantize(const float* row, int token, Activations out) {
         store_s8(q, qa);
         store_s8(q + 16, qb);
         const int32_t minus_sum = -reduce_add(add(qa, qb));
-        std::memcpy(block + kActivationScales + place * 4, &scale, 4);
-        std::memcpy(block + kActivationMinusSums + place * 4, &minus_sum, 4);
+        const auto put = [&](int field, auto value) { std::memcpy(block + field + place * 4, &value, 4); };
+        put(kActivationScales, scale);
+        put(kActivationMinusSums, minus_sum);
+        put(kActivationOffsets, -kDotBias * scale);
+        put(kActivationStarts8, kDotBiasBits + 8 * minus_sum);
+        put(kActivationStarts128, kDotBiasBits + 128 * minus_sum);
     }
 }
+
+// One token's numbers for a slice.
+struct TokenSlice {
+    const uint8_t* block;
+    int place;
+
+    const int8_t* codes() const { return reinterpret_cast<const int8_t*>(block) + place * kSlice; }
+    float scale() const { return number<float>(kActivationScales); }
+    float offset() const { return number<float>(kActivationOffsets); }
+    int32_t minus_sum() const { return number<int32_t>(kActivationMinusSums); }
+    int32_t start(bool whole_bytes) const {
+        return number<int32_t>(whole_bytes ? kActivationStarts128 : kActivationStarts8);
+    }
+
+  private:
+    template <typename Number>
+    Number number(int field) const {
+        Number x;
+        std::memcpy(&x, block + field + place * 4, 4);
+        return x;
+    }
+};
 
 struct Header {
     F32 scale;
@@ -50,38 +87,28 @@ inline Header read_header(const uint8_t* p) {
     return h;
 }
 
-// What the integer accumulator starts from: minus zero point times the sum of the activations.
-template <int kBits, WeightKind kKind>
-inline I32 initial(int32_t minus_sum, const Header& header) {
-    if constexpr (kKind == WeightKind::kSymmetric) return shift_left<kBits - 1>(set1(minus_sum));
-    if constexpr (kKind == WeightKind::kZeroPoint) return mul_16(header.zero, set1(minus_sum));
-    if constexpr (kKind == WeightKind::kNf4) return shift_left<7>(set1(minus_sum));
-    return set1(0);
-}
-
-template <WeightKind kKind>
-inline F32 accumulate(F32 acc, I32 dot, float scale, int32_t minus_sum, const Header& header) {
-    acc = fma(mul(to_float(dot), set1(scale)), header.scale, acc);
-    if constexpr (kKind == WeightKind::kMinimum) {
-        acc = fma(set1(scale * -static_cast<float>(minus_sum)), header.minimum, acc);
-    }
-    return acc;
-}
-
-inline float activation_scale(const uint8_t* block, int token) {
-    float x;
-    std::memcpy(&x, block + kActivationScales + token * 4, 4);
-    return x;
-}
-inline int32_t activation_minus_sum(const uint8_t* block, int token) {
-    int32_t x;
-    std::memcpy(&x, block + kActivationMinusSums + token * 4, 4);
-    return x;
-}
-
 // Whether unpacked weights take all 8 bits of a byte.
 template <int kBits, WeightKind kKind>
 constexpr bool kWholeBytes = kBits == 8 || kKind == WeightKind::kNf4;
+
+// What the integer accumulator starts from: the bias, minus zero point times the sum of the activations.
+template <int kBits, WeightKind kKind>
+inline I32 initial(const TokenSlice& x, const Header& header) {
+    if constexpr (kKind == WeightKind::kMinimum) return set1(kDotBiasBits);
+    if constexpr (kKind == WeightKind::kZeroPoint) {
+        return add(mul_16(header.zero, set1(x.minus_sum())), set1(kDotBiasBits));
+    }
+    return set1(x.start(kWholeBytes<kBits, kKind>));
+}
+
+template <WeightKind kKind>
+inline F32 accumulate(F32 acc, I32 dot, const TokenSlice& x, const Header& header) {
+    acc = fma(unbiased(dot, x.scale(), x.offset()), header.scale, acc);
+    if constexpr (kKind == WeightKind::kMinimum) {
+        acc = fma(set1(x.scale() * -static_cast<float>(x.minus_sum())), header.minimum, acc);
+    }
+    return acc;
+}
 
 // The weights of inputs 8j .. 8j+3 and 8j+4 .. 8j+7 of a slice.
 template <int kBits, WeightKind kKind>
@@ -165,9 +192,9 @@ inline void one_token(const PackedLinear& w, Activations x, int token, float* y,
     F32 acc = zero();
     for (int s = 0; s < slices; ++s, block += kActivationBytes) {
         stream.next();
-        const int8_t* q = reinterpret_cast<const int8_t*>(block) + place * kSlice;
-        const int32_t minus_sum = activation_minus_sum(block, place);
-        I32 even = initial<kBits, kKind>(minus_sum, stream.header[0]), odd = set1(0);
+        const TokenSlice input{block, place};
+        const int8_t* q = input.codes();
+        I32 even = initial<kBits, kKind>(input, stream.header[0]), odd = set1(0);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
             Bytes weights[2];
@@ -175,8 +202,7 @@ inline void one_token(const PackedLinear& w, Activations x, int token, float* y,
             even = dot4<kWholeBytes<kBits, kKind>>(even, weights[0], broadcast4(q + j * 8));
             odd = dot4<kWholeBytes<kBits, kKind>>(odd, weights[1], broadcast4(q + j * 8 + 4));
         }
-        acc = accumulate<kKind>(acc, add(even, odd), activation_scale(block, place), minus_sum,
-                                stream.header[0]);
+        acc = accumulate<kKind>(acc, add(even, odd), input, stream.header[0]);
     }
     store(y + token * stride + tile * kTileRows, acc);
 }
@@ -200,14 +226,12 @@ inline void few_tokens(const PackedLinear& w, Activations x, int token, float* y
         for (int n = 0; n < kStreams; ++n) unpack_slice<kBits, kKind>(streams.at[n], weights[n]);
 #pragma GCC unroll 8
         for (int i = 0; i < kTokens; ++i) {
-            const int place = i % kBlockTokens;
-            const uint8_t* b = block + i / kBlockTokens * block_stride;
-            const int8_t* q = reinterpret_cast<const int8_t*>(b) + place * kSlice;
-            const int32_t minus_sum = activation_minus_sum(b, place);
+            const TokenSlice input{block + i / kBlockTokens * block_stride, i % kBlockTokens};
+            const int8_t* q = input.codes();
             I32 dot[kStreams];
 #pragma GCC unroll 4
             for (int n = 0; n < kStreams; ++n) {
-                dot[n] = initial<kBits, kKind>(minus_sum, streams.header[n]);
+                dot[n] = initial<kBits, kKind>(input, streams.header[n]);
             }
 #pragma GCC unroll 8
             for (int j = 0; j < 8; ++j) {
@@ -217,10 +241,9 @@ inline void few_tokens(const PackedLinear& w, Activations x, int token, float* y
                     dot[n] = dot4<kWholeBytes<kBits, kKind>>(dot[n], weights[n][j], activation);
                 }
             }
-            const float scale = activation_scale(b, place);
 #pragma GCC unroll 4
             for (int n = 0; n < kStreams; ++n) {
-                acc[i][n] = accumulate<kKind>(acc[i][n], dot[n], scale, minus_sum, streams.header[n]);
+                acc[i][n] = accumulate<kKind>(acc[i][n], dot[n], input, streams.header[n]);
             }
         }
     }
@@ -324,9 +347,9 @@ void micro_kernel(const uint8_t* panel, const uint8_t* block, int token, int sli
         }
 #pragma GCC unroll 4
         for (int i = 0; i < kTokens; ++i) {
-            const int32_t minus_sum = activation_minus_sum(block, token + i);
+            const TokenSlice input{block, token + i};
 #pragma GCC unroll 4
-            for (int n = 0; n < kTiles; ++n) dot[i][n] = initial<kBits, kKind>(minus_sum, header[n]);
+            for (int n = 0; n < kTiles; ++n) dot[i][n] = initial<kBits, kKind>(input, header[n]);
         }
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j) {
@@ -351,11 +374,10 @@ void micro_kernel(const uint8_t* panel, const uint8_t* block, int token, int sli
         }
 #pragma GCC unroll 4
         for (int i = 0; i < kTokens; ++i) {
-            const float scale = activation_scale(block, token + i);
-            const int32_t minus_sum = activation_minus_sum(block, token + i);
+            const TokenSlice input{block, token + i};
 #pragma GCC unroll 4
             for (int n = 0; n < kTiles; ++n) {
-                acc[i][n] = accumulate<kKind>(acc[i][n], dot[i][n], scale, minus_sum, header[n]);
+                acc[i][n] = accumulate<kKind>(acc[i][n], dot[i][n], input, header[n]);
             }
         }
     }

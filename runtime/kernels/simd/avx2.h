@@ -52,12 +52,11 @@ inline I32 set1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}
 inline I32 add(I32 x, I32 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline I32 sub(I32 x, I32 y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 inline I32 mul_16(I32 x, I32 y) { return {_mm256_madd_epi16(x.a, y.a), _mm256_madd_epi16(x.b, y.b)}; }
-template <int kBits>
-inline I32 shift_left(I32 x) {
-    return {_mm256_slli_epi32(x.a, kBits), _mm256_slli_epi32(x.b, kBits)};
-}
 inline I32 round_to_int(F32 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 inline F32 to_float(I32 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline F32 unbiased(I32 x, float scale, float offset) {
+    return fma({_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}, set1(scale), set1(offset));
+}
 inline F32 power_of_two(I32 n) {
     const __m256i bias = _mm256_set1_epi32(127);
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.a, bias), 23)),

@@ -38,12 +38,11 @@ inline I32 add(I32 a, I32 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline I32 sub(I32 a, I32 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 // Products whose factors fit in 16 bits.
 inline I32 mul_16(I32 a, I32 b) { return {_mm512_madd_epi16(a.v, b.v)}; }
-template <int kBits>
-inline I32 shift_left(I32 a) {
-    return {_mm512_slli_epi32(a.v, kBits)};
-}
 inline I32 round_to_int(F32 a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline F32 to_float(I32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline F32 unbiased(I32 a, float scale, float offset) {
+    return fma({_mm512_castsi512_ps(a.v)}, set1(scale), set1(offset));
+}
 // 2^n for -126 <= n <= 127.
 inline F32 power_of_two(I32 n) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n.v, _mm512_set1_epi32(127)), 23))};

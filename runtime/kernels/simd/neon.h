@@ -78,15 +78,15 @@ inline I32 sub(I32 x, I32 y) {
 inline I32 mul_16(I32 x, I32 y) {
     return quarters<I32>([&](int i) { return vmulq_s32(x.v[i], y.v[i]); });
 }
-template <int kBits>
-inline I32 shift_left(I32 x) {
-    return quarters<I32>([&](int i) { return vshlq_n_s32(x.v[i], kBits); });
-}
 inline I32 round_to_int(F32 x) {
     return quarters<I32>([&](int i) { return vcvtnq_s32_f32(x.v[i]); });
 }
 inline F32 to_float(I32 x) {
     return quarters<F32>([&](int i) { return vcvtq_f32_s32(x.v[i]); });
+}
+inline F32 unbiased(I32 x, float scale, float offset) {
+    const F32 biased = quarters<F32>([&](int i) { return vreinterpretq_f32_s32(x.v[i]); });
+    return fma(biased, set1(scale), set1(offset));
 }
 inline F32 power_of_two(I32 n) {
     return quarters<F32>(

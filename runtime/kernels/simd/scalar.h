@@ -80,15 +80,15 @@ inline I32 mul_16(I32 a, I32 b) {
     return lanes<I32>([&](int i) { return a.v[i] * b.v[i]; });
 }
 // To nearest, ties to even, by the default rounding mode that each step sets.
-template <int kBits>
-inline I32 shift_left(I32 a) {
-    return lanes<I32>([&](int i) { return a.v[i] * (1 << kBits); });
-}
 inline I32 round_to_int(F32 a) {
     return lanes<I32>([&](int i) { return static_cast<int32_t>(std::nearbyint(a.v[i])); });
 }
 inline F32 to_float(I32 a) {
     return lanes<F32>([&](int i) { return static_cast<float>(a.v[i]); });
+}
+// (sum - kDotBias's bits) * scale; `offset` is minus kDotBias times the scale, which others add instead.
+inline F32 unbiased(I32 sum, float scale, float) {
+    return mul(to_float(sub(sum, set1(kDotBiasBits))), set1(scale));
 }
 inline F32 power_of_two(I32 n) {
     return lanes<F32>([&](int i) {
