@@ -47,6 +47,8 @@ class DeviceProfile:
     kv_dtype: KvDtype
     token_budget: int  # most new tokens in one step (`max_batch_tokens`)
     context: int  # most tokens of one sequence, prompt and answer (`max_model_len`)
+    # What prompts may make of the time between two tokens of an answer; None: two and a half times as much.
+    target_token_ms: float | None = None
 
     @property
     def provider_list(self) -> list[tuple[str, dict[str, str]]]:
@@ -165,6 +167,12 @@ def _gigabytes_per_second(value: object, name: str) -> float:
     return float(value) * 1e9
 
 
+def _milliseconds(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+        raise SettingError(f"{name} is {value!r}; expected milliseconds above 0")
+    return float(value)
+
+
 def _unchanged(value: object, name: str) -> object:
     return value
 
@@ -220,4 +228,5 @@ _FIELDS: dict[str, tuple[Callable[[object, str], object], bool]] = {
     "kv_dtype": (_one_of("f32", "f16", "int8"), True),
     "token_budget": (_whole(1, 2**20), True),
     "context": (_whole(1, 2**24), True),
+    "target_token_ms": (_milliseconds, False),
 }

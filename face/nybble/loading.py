@@ -39,6 +39,8 @@ class Loaded:
     max_model_len: int
     max_batch_tokens: int
     max_sequences: int = 16
+    target_token_ms: float | None = None
+    bandwidth: float | None = None  # bytes a second; None where the profile does not say
     speculator: Speculator | None = None
 
     def close(self) -> None:
@@ -62,6 +64,7 @@ def load(
     max_sequences: int,
     kv_dtype: str | None,
     cache: bool,
+    target_token_ms: float | None = None,
     speculation: str | Path = "off",
 ) -> Loaded:
     """Opens a model for `LLM`, whose parameters these are."""
@@ -120,6 +123,8 @@ def load(
         max_model_len=plan.context,
         max_batch_tokens=max_batch_tokens,
         max_sequences=plan.sequences,
+        target_token_ms=profile.target_token_ms if target_token_ms is None else target_token_ms,
+        bandwidth=profile.bandwidth,
         speculator=speculator,
     )
 

@@ -96,6 +96,13 @@ def test_bandwidth_may_be_left_out():
     assert parse_profile(GOOD.replace("bandwidth = 17.1", ""), "board", "board.toml").bandwidth is None
 
 
+def test_a_target_for_the_time_between_tokens_may_be_given():
+    assert parse_profile(GOOD, "board", "board.toml").target_token_ms is None
+    assert parse_profile(GOOD + "target_token_ms = 80\n", "board", "board.toml").target_token_ms == 80.0
+    with pytest.raises(SettingError, match="target_token_ms is 0; expected milliseconds above 0"):
+        parse_profile(GOOD + "target_token_ms = 0\n", "board", "board.toml")
+
+
 @given(
     st.dictionaries(
         st.sampled_from(["threads", "context", "memory_bytes", "providers", "page_size"]),

@@ -585,7 +585,6 @@ class TestSeveralAnswers:
         assert engine.pages_free == 64
         assert not engine.has_work
 
-
     def test_an_error_in_another_answer_leaves_nothing_of_the_first(
         self, make_engine: Make, monkeypatch: pytest.MonkeyPatch
     ) -> None:
