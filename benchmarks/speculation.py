@@ -189,7 +189,9 @@ def main() -> None:
         table.add_row(name, f"{seconds[1] * 1e3:.2f}", *ratios)
     console.print("A step that checks so many tokens of each sequence, as a multiple of one:", table)
 
-    contenders: dict[str, Speculate] = {"plain": lambda: None, "ngram": lambda: Speculator(NgramProposer())}
+    # One for all tasks, as in an engine that has run for a while.
+    ngram = Speculator(NgramProposer())
+    contenders: dict[str, Speculate] = {"plain": lambda: None, "ngram": lambda: ngram}
     if arguments.draft:
         contenders["draft"] = lambda: loaded.speculator
     prompts = {

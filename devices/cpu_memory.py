@@ -76,12 +76,10 @@ def _scratch(spec: ModelSpec, widest: int) -> int:
 
 
 def _parts(run: RunSettings) -> int:
-    """What the segments of a decode at the end of its context leave to be merged. Only so few sequences are
-    split over segments as leave threads without work."""
-    spec, threads = run.spec, run.threads or run.profile.threads
-    split = min(run.sequences, max(1, 4 * threads // spec.num_kv_heads))
+    """What the segments of decodes at the end of their contexts leave to be merged."""
+    spec = run.spec
     segments = -(-run.length // 256)
-    return split * segments * spec.num_heads * (8 + 4 * _padded(spec.head_dim, 16))
+    return run.sequences * segments * spec.num_heads * (8 + 4 * _padded(spec.head_dim, 16))
 
 
 def _quantized(columns: int) -> int:

@@ -36,19 +36,33 @@ class Constraints:
         self._vocabulary: Any = None
         self._matchers: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._lock = threading.Lock()
+        self._compiling = threading.Lock()  # held for long
 
     def start(self, params: SamplingParams) -> "Constraint | None":
         """The beginning of an answer that these settings constrain; None where they do not. Compiling a
-        grammar takes milliseconds and more. Raises `SettingError` for one that cannot be used,
-        `MissingDependencyError` without `llguidance`."""
+        grammar takes milliseconds and more, where it is not kept. Raises `SettingError` for one that cannot
+        be used, `MissingDependencyError` without `llguidance`."""
         if not params.constrained:
             return None
         name, text = _asked(params)
+        if (constraint := self._kept(name, text)) is not None:
+            return constraint
+        with self._compiling:
+            if (constraint := self._kept(name, text)) is not None:
+                return constraint
+            matcher = self._compile(name, text)
+            with self._lock:
+                self._matchers[name, text] = matcher
+                if len(self._matchers) > MAX_GRAMMARS:
+                    self._matchers.popitem(last=False)
+            return Constraint(matcher.deep_copy(), self._vocab_size)
+
+    def _kept(self, name: str, text: str) -> "Constraint | None":
         with self._lock:
-            matcher = self._matchers.pop((name, text), None) or self._compile(name, text)
-            self._matchers[name, text] = matcher
-            if len(self._matchers) > MAX_GRAMMARS:
-                self._matchers.popitem(last=False)
+            matcher = self._matchers.get((name, text))
+            if matcher is None:
+                return None
+            self._matchers.move_to_end((name, text))
             return Constraint(matcher.deep_copy(), self._vocab_size)
 
     def _compile(self, name: str, text: str) -> Any:

@@ -17,6 +17,7 @@ from .constraint import Constraints
 from .executor import Executor
 from .page_copies import PageCopies
 from .request_limits import RequestLimits, slid
+from .sampling_params import SamplingParams
 from .scheduler import AGEING_SECONDS, Scheduler
 from .sequence import Request, Sequence
 from .sequence_state import Chunk, shape_of
@@ -165,6 +166,11 @@ class Engine:
         self._sequences[request.id] = sequence
         self._recorder.added += 1
         return sequence
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Does what takes long of adding a request with these settings, a grammar's compilation, so that no
+        step waits for it. May be called from any thread. Raises as `add` does."""
+        self._constraints.start(params)
 
     def step(self) -> list[Sequence]:
         """Runs one batch and returns the first sequence of each request in it, and of those that failed

@@ -109,9 +109,9 @@ def load(
         try:
             opened.allocate_kv(plan.num_pages, plan.page_size, plan.kv_dtype)
             if draft is None:
-                speculator = plain_speculator(speculation, opened, kind)
+                speculator = plain_speculator(speculation, opened, kind, plan.sequences)
             else:
-                speculator = draft.open(opened, tokenizer, threads, cache)
+                speculator = draft.open(opened, tokenizer, plan.sequences, threads, cache)
         except BaseException:
             opened.close()
             raise

@@ -28,12 +28,14 @@ def wants_draft(speculation: str | Path) -> bool:
     raise SettingError(f"speculation is {speculation!r}; expected auto, off, ngram or the path of a model")
 
 
-def plain_speculator(speculation: str | Path, executor: Executor, kind: str) -> Speculator | None:
+def plain_speculator(
+    speculation: str | Path, executor: Executor, kind: str, sequences: int
+) -> Speculator | None:
     """Without a draft model. "auto" is prompt lookup where a step of several tokens has the same bits as
     several steps, and where it was measured to pay: on our kernels."""
     if speculation == "off" or (speculation == "auto" and kind != "cpu"):
         return None
-    return Speculator(NgramProposer(), max_rows=max_rows(executor.spec))
+    return Speculator(NgramProposer(), max_rows=max_rows(executor.spec, sequences))
 
 
 class Draft:
@@ -69,8 +71,11 @@ class Draft:
         """What it takes besides the target."""
         return self._plan.total - self._plan.runtime
 
-    def open(self, target: Executor, tokenizer: Tokenizer, threads: int, cache: bool) -> Speculator:
-        """Raises `SettingError` unless it has the target's tokens."""
+    def open(
+        self, target: Executor, tokenizer: Tokenizer, sequences: int, threads: int, cache: bool
+    ) -> Speculator:
+        """For a target that runs so many `sequences` at once. Raises `SettingError` unless its tokens are the
+        target's."""
         from .runtime.cpu_executor import CpuExecutor
 
         if not Tokenizer(self._model.tokenizer_files).has_tokens_of(tokenizer):
@@ -92,12 +97,13 @@ class Draft:
             max_tokens=DRAFT_TOKENS,
             max_position=self._plan.context,
         )
-        return Speculator(proposer, max_rows=max_rows(target.spec))
+        return Speculator(proposer, max_rows=max_rows(target.spec, sequences))
 
     def close(self) -> None:
         self._model.close()
 
 
-def max_rows(spec: ModelSpec) -> int:
-    """Rows of logits that guesses may take in a step: those that the memory plan has for scored texts."""
-    return max(1, SCORE_LOGITS_BYTES // (4 * spec.vocab_size))
+def max_rows(spec: ModelSpec, sequences: int) -> int:
+    """Rows of logits that guesses may take in a step, beside one of each sequence: together those that the
+    memory plan has for scored texts."""
+    return max(1, SCORE_LOGITS_BYTES // (4 * spec.vocab_size) - sequences)

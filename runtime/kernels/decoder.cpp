@@ -82,7 +82,7 @@ uint8_t* Decoder::pages(int layer) const {
 }
 
 void Decoder::reserve(int tokens, int sequences, int rows) {
-    buffers_.reserve(tokens, rows);
+    buffers_.reserve(tokens, sequences, rows);
     plan_.reserve(buffers_.tokens(), sequences);
 }
 

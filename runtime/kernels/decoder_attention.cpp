@@ -70,20 +70,28 @@ void Decoder::attend(int thread, int layer, SharedWork& work) {
         task.head = item.head;
         task.group = heads_per_group;
         const int offset = item.head * heads_per_group * head_dim;
-        task.queries = b.projected.floats() + static_cast<size_t>(token) * b.qkv + offset;
+        task.queries = b.projected.floats() + offset;
         task.query_stride = b.qkv;
         task.query_count = item.query_count;
+        task.sequence = item.sequence;
+        task.first_token = token;
         task.first_position = plan_.position_of(token);
+        if (item.member_count > 0) {
+            task.members = plan_.members(item);
+            task.cu_seqlens = input_->cu_seqlens;
+            task.first_position = item.segment_end * kSegmentTokens;
+        }
         task.window = config_.window_of_layer[layer];
         task.softcap = config_.attention_softcap;
         task.segment_begin = item.segment_begin;
         task.segment_end = item.segment_end;
-        task.output = b.attended.floats() + static_cast<size_t>(token) * b.q + offset;
+        task.output = b.attended.floats() + offset;
         task.output_stride = b.q;
         if (item.in_parts) {
-            const size_t part = b.first_part(item.sequence, item.head);
+            const size_t part = b.first_part(0, item.head);
             task.parts = parts + part;
             task.part_values = b.part_values.floats() + part * padded;
+            task.parts_of_sequence = b.first_part(1, 0);
         }
         kernels_.attend(task, scratch);
     });

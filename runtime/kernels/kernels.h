@@ -29,21 +29,28 @@ struct AttentionTask {
     const int32_t* block_table;  // the sequence's pages, in order
     int head;                    // KV head
     int group;                   // query heads that share it
-    // First query's heads of this group, [queries][query_stride], already times the softmax scale, and times
+    // All tokens' heads of this group, [tokens][query_stride], already times the softmax scale, and times
     // log2(e) unless there is a softcap.
     const float* queries;
     size_t query_stride;
     int query_count;
+    // The queries are tokens of one sequence from `first_token` on; or, where `members` is set, the first
+    // tokens of these sequences, which all see the whole of the segments.
+    int sequence;
+    int first_token;
     int first_position;  // of the first query
-    int window;          // tokens attended to, the query included; 0 is all
-    float softcap;       // scores become cap * tanh(score / cap); 0 is none
+    const int32_t* members;
+    const int32_t* cu_seqlens;
+    int window;     // tokens attended to, the query included; 0 is all
+    float softcap;  // scores become cap * tanh(score / cap); 0 is none
     int segment_begin;
     int segment_end;
     // Where results go: finished rows (`output`), or parts for a later merge where `parts` is set.
-    float* output;  // [queries][output_stride]: heads of this group side by side
+    float* output;  // [tokens][output_stride]: heads of this group side by side
     size_t output_stride;
-    SoftmaxPart* parts;  // [segments][group]
-    float* part_values;  // [segments][group][padded_dim]
+    SoftmaxPart* parts;  // from one sequence to the next `parts_of_sequence`, in it [segments][group]
+    float* part_values;  // the same, [padded_dim] each
+    size_t parts_of_sequence;
 };
 
 struct Kernels {

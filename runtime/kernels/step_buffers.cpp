@@ -15,17 +15,15 @@ StepBuffers::StepBuffers(const DecoderConfig& config, const StepPlan& plan, int 
       widest_(std::max({hidden, q, inner})),
       projected_(std::max({hidden, qkv, gate_up})),
       rotary_half_(static_cast<int>(config.inv_freq.size())),
+      part_width_(round_up(config.head_dim, 16)),
       parts_of_head_(static_cast<size_t>(plan.max_segments()) * (config.num_heads / config.num_kv_heads)),
       scratch_bytes_((scratch_bytes + 4095) / 4096 * 4096) {
     scratch_.allocate(scratch_bytes_ * threads);
     rows_of_threads_.allocate(sizeof(float) * 2 * widest_ * threads);
-    const size_t count = first_part(plan.max_split_sequences(), 0);
-    parts.allocate(count * sizeof(SoftmaxPart));
-    part_values.allocate(count * round_up(config.head_dim, 16) * sizeof(float));
 }
 
 // A size counts only once all its buffers are there: after a failure the next step makes them again.
-void StepBuffers::reserve(int tokens, int rows) {
+void StepBuffers::reserve(int tokens, int sequences, int rows) {
     constexpr size_t kActivation = kActivationBytes / kBlockTokens;  // of a token and slice
     if (tokens > tokens_) {
         const size_t t = round_up(tokens, kBlockTokens);
@@ -37,6 +35,13 @@ void StepBuffers::reserve(int tokens, int rows) {
         cos.allocate(t * rotary_half_ * sizeof(float));
         sin.allocate(t * rotary_half_ * sizeof(float));
         tokens_ = static_cast<int>(t);
+    }
+    if (sequences > sequences_) {
+        const size_t count = first_part(sequences, 0);
+        sequences_ = 0;
+        parts.allocate(count * sizeof(SoftmaxPart));
+        part_values.allocate(count * part_width_ * sizeof(float));
+        sequences_ = sequences;
     }
     if (rows > rows_) {
         const size_t r = round_up(rows, kBlockTokens);

@@ -15,8 +15,8 @@ class StepBuffers {
     // `scratch_bytes` is what one thread needs.
     StepBuffers(const DecoderConfig& config, const StepPlan& plan, int threads, size_t scratch_bytes);
 
-    // Room for steps of up to `tokens` tokens and `rows` rows of logits; grows only.
-    void reserve(int tokens, int rows);
+    // Room for steps of up to `tokens` tokens of `sequences` sequences and `rows` rows of logits; grows only.
+    void reserve(int tokens, int sequences, int rows);
 
     int tokens() const { return tokens_; }
     // What all of them take, if all of it is used. devices/cpu_memory.py predicts it.
@@ -28,7 +28,7 @@ class StepBuffers {
         return rows_of_threads_.floats() + static_cast<size_t>(2 * thread) * widest_;
     }
     float* permuted(int thread) const { return row(thread) + widest_; }
-    // The first part of a split sequence and KV head; its parts are [segments][heads of the group].
+    // The first part of a sequence and KV head; its parts are [segments][heads of the group].
     size_t first_part(int sequence, int head) const {
         return (static_cast<size_t>(sequence) * num_kv_heads_ + head) * parts_of_head_;
     }
@@ -46,9 +46,9 @@ class StepBuffers {
     AlignedBuffer part_values;  // [parts][head_dim rounded up to 16]
 
   private:
-    const int num_kv_heads_, widest_, projected_, rotary_half_;
+    const int num_kv_heads_, widest_, projected_, rotary_half_, part_width_;
     const size_t parts_of_head_, scratch_bytes_;
-    int tokens_ = 0, rows_ = 0;
+    int tokens_ = 0, sequences_ = 0, rows_ = 0;
     AlignedBuffer scratch_, rows_of_threads_;
 };
 

@@ -2,6 +2,7 @@
 // into items that threads take one after another.
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include "decoder_weights.h"
@@ -9,7 +10,8 @@
 
 namespace nybble {
 
-// Some queries of one sequence, for the query heads that share one KV head, over segments in ascending order.
+// Some queries, for the query heads that share one KV head, over segments in ascending order: of one sequence
+// in a row, or one of each of several sequences whose pages of these segments are the same.
 struct AttentionItem {
     int sequence;
     int head;         // KV head
@@ -17,7 +19,10 @@ struct AttentionItem {
     int query_count;
     int segment_begin;
     int segment_end;
-    bool in_parts;  // segments of one query, which are merged with its others later
+    bool in_parts;  // its segments are merged with the queries' others later
+    // Of `members()`, the sequences that share; of one sequence there are none.
+    int members_begin;
+    int member_count;
 };
 
 struct SegmentRange {
@@ -39,28 +44,44 @@ class StepPlan {
 
     // Attention in the layers of one group, whose windows are equal.
     const std::vector<AttentionItem>& items(int group) const { return items_[group]; }
+    const int32_t* members(const AttentionItem& item) const { return members_.data() + item.members_begin; }
     // The segments that a sequence's items leave to be merged: none where they finish their rows.
     SegmentRange parts_of(int group, int sequence) const {
         return parts_[static_cast<size_t>(group) * sequences_ + sequence];
     }
 
-    // Only so many sequences are split over segments as threads could otherwise go without work. Those of a
-    // step that is split are numbered from 0.
-    int max_split_sequences() const { return max_split_; }
     int max_segments() const { return max_segments_; }
 
   private:
+    // Segments whose pages several sequences share.
+    struct SharedRun {
+        int members_begin;
+        int member_count;
+        SegmentRange segments;
+    };
+
     void plan_attention(const StepInput& input, int group);
+    void plan_decode(const StepInput& input, int group, int sequence);
+    void find_shared(const StepInput& input, int group);
+    void add_shared(int segment, int members_begin);
+    int low_segment(int group, int position) const;
+    uint8_t& covered(int sequence, int segment) {
+        return covered_[static_cast<size_t>(sequence) * max_segments_ + segment];
+    }
 
     const int num_kv_heads_, queries_per_item_;
-    const int max_split_;
-    const int split_items_;  // that a split sequence has at least, where it has as many segments
+    const int max_split_;  // only so many sequences are split over segments as threads could go without work
+    const int split_items_;  // that what is split has at least, where it has as many segments
     const int max_segments_;
     std::vector<int> window_of_group_;  // tokens, 0 is all
     int sequences_ = 0;
     std::vector<int> sequence_of_, position_of_;     // [tokens]
     std::vector<std::vector<AttentionItem>> items_;  // [groups]
     std::vector<SegmentRange> parts_;                // [groups][sequences]
+    // Of the group that is being planned.
+    std::vector<int32_t> members_, candidates_;
+    std::vector<SharedRun> runs_;
+    std::vector<uint8_t> covered_;  // [sequences][segments]: a shared run has it
 };
 
 }  // namespace nybble

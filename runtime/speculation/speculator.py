@@ -12,7 +12,7 @@ log = logging.getLogger("nybble")
 # Tokens of a guess, and of all guesses of a step.
 MAX_DRAFT, MAX_DRAFTS = 15, 48
 # The part by which guesses must make the tokens come sooner, so that what was measured badly does no harm.
-GAIN = 1.02
+GAIN = 1.03
 # After so many steps without a guess it is looked for in every fourth step only: looking takes time too.
 QUIET_AFTER, LOOK_EVERY = 32, 4
 # After so many one is made that would pay if it cost less and was right more often.
@@ -94,11 +94,13 @@ class Speculator:
 
     def _choose(self, chances: Sequence[Sequence[float]], room: int) -> list[int]:
         """How long each answer's guess is to be."""
+        costs = self._costs_of(len(chances))
+        if costs.wants_plain:
+            return [0] * len(chances)
         # A token is worth its chance. Those of an answer fall, so the best so many of all are first ones.
         offers = sorted(
             ((chance, place) for place, falling in enumerate(chances) for chance in falling), reverse=True
         )[:room]
-        costs = self._costs_of(len(chances))
         ratios, plain = costs.ratios(len(offers)), costs.plain
         probing = self._waited >= PROBE_AFTER
         value = float(len(chances))  # tokens of the step, on average
@@ -108,7 +110,7 @@ class Speculator:
             value += max(chance, 0.5) if probing else chance
             counts[place] += 1
             longest = max(longest, counts[place])
-            drafting = self._proposer.seconds(longest) / plain if plain else 0.0
+            drafting = self._proposer.seconds(longest) / plain
             cost = ratios[taken] + drafting
             rate = value / (0.5 * (1 + cost) if probing else cost)
             if rate > best_rate:

@@ -2,15 +2,16 @@
 
 from itertools import pairwise
 
-# Measurements of a step with more tokens that count alike, and what one weighs after those: as texts grow all
-# steps grow alike, so that more of a difference is the plain step's than the ratio's.
-_LEARNING, _NEW = 8, 0.03
-# What a new measurement weighs for a plain step's time: of one, and of a step with more tokens.
-_NEW_PLAIN, _NEW_IMPLIED = 0.25, 0.15
+# Steps with more tokens that count alike, and what one weighs after those.
+_ALIKE, _NEW = 8, 0.1
+# Plain steps that are wanted first, and what one weighs after those: after another, and after a long time.
+_PLAIN_FIRST, _NEW_PLAIN, _LATE_PLAIN = 2, 0.25, 0.75
 # Longer than this many times what was expected, the machine did something else.
 _OUTLIER = 2.0
 # Before anything is measured: what a token more adds to a step of one answer.
 _SLOPE = 0.12
+# As texts grow all steps take longer: after so many with more tokens the plain one is measured again.
+_PLAIN_EVERY = 48
 
 
 class StepCosts:
@@ -19,30 +20,44 @@ class StepCosts:
     measured for itself, and between those that were, and beyond, a line is drawn."""
 
     def __init__(self, answers: int) -> None:
-        self.plain = 0.0  # seconds of a step without more tokens, as it is now; 0: not seen yet
-        self._slope = _SLOPE / (1 + 0.5 * (answers - 1))
+        self.plain = 0.0  # seconds of a step without more tokens, as it is now
+        self._plain_seen = 0
+        self._since_plain = 0
+        self._slope = _SLOPE / (1 + 0.1 * (answers - 1))
         self._ratio: dict[int, float] = {0: 1.0}
         self._seen: dict[int, int] = {}
         self._table: list[float] = []
+
+    @property
+    def wants_plain(self) -> bool:
+        """Whether the next step should have no more tokens: what more cost can't be told."""
+        return self._plain_seen < _PLAIN_FIRST or self._since_plain >= _PLAIN_EVERY
 
     def observe(self, more: int, seconds: float) -> None:
         """A step with so many more tokens took that long."""
         if seconds <= 0:
             return
-        expected = self.ratios(more)[more] * self.plain if more else self.plain
-        if expected == 0.0:  # the first one
-            self.plain, expected = seconds / self.ratios(more)[more], seconds
-        seconds = min(seconds, _OUTLIER * expected)
         if more == 0:
-            self.plain += _NEW_PLAIN * (seconds - self.plain)
+            self._observe_plain(seconds)
             return
+        self._since_plain += 1
+        if not self._plain_seen:
+            return
+        expected = self.ratios(more)[more]
+        ratio = min(seconds / self.plain, _OUTLIER * expected)
         seen = self._seen[more] = self._seen.get(more, 0) + 1
-        old = self._ratio.get(more, 1 + self._slope * more)
-        weight = 1 / (seen + 1) if seen <= _LEARNING else _NEW
-        self._ratio[more] = old + weight * (seconds / self.plain - old)
-        if seen > _LEARNING:
-            self.plain += _NEW_IMPLIED * (seconds / old - self.plain)
+        weight = 1 / seen if seen <= _ALIKE else _NEW
+        self._ratio[more] = expected + weight * (ratio - expected)
+        self._slope += _NEW * ((ratio - 1) / more - self._slope)
         self._table = []
+
+    def _observe_plain(self, seconds: float) -> None:
+        if self._plain_seen < _PLAIN_FIRST:
+            self.plain = min(self.plain, seconds) if self._plain_seen else seconds
+        else:
+            weight = _LATE_PLAIN if self._since_plain >= _PLAIN_EVERY else _NEW_PLAIN
+            self.plain += weight * (min(seconds, _OUTLIER * self.plain) - self.plain)
+        self._plain_seen, self._since_plain = self._plain_seen + 1, 0
 
     def ratios(self, most: int) -> list[float]:
         """How many times a plain step's time a step with 0 to `most` more tokens takes: [most + 1]."""

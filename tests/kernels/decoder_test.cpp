@@ -149,6 +149,14 @@ class Session {
         return logits_;
     }
 
+    // The first pages of one sequence become another's too.
+    void share(int from, int to, int pages) {
+        for (int group = 0; group < kGroups; ++group) {
+            const auto of = [&](int s) { return table_.begin() + (group * kSequences + s) * kBlocks; };
+            std::copy_n(of(from), pages, of(to));
+        }
+    }
+
     size_t stride() const { return decoder_.logit_stride(); }
     Decoder& decoder() { return decoder_; }
 
@@ -182,6 +190,35 @@ void check_batches(Session& session, Random& random, const std::vector<std::vect
                   "chunks in a batch give the bits of the whole alone");
             at += n;
             done[chunk.sequence] += chunk.count;
+        }
+    }
+}
+
+// Sequences that share a segment read it together when they decode.
+void check_shared(Session& session, Random& random) {
+    constexpr int kCount = 12;
+    session.run({{0, 0, kSegmentTokens + 7}});
+    int begin[kSequences];
+    std::vector<std::vector<float>> alone;
+    for (int s = 0; s < kSequences; ++s) {
+        session.share(0, s, kSegmentTokens / kPageTokens);
+        begin[s] = s == 0 ? kSegmentTokens + 7 : kSegmentTokens;
+        alone.push_back(session.run({{s, begin[s], kCount}}));
+    }
+    int done[kSequences] = {};
+    for (int step = 0; step < 2 * kCount; ++step) {
+        std::vector<Chunk> chunks;
+        for (int s = 0; s < kSequences; ++s) {
+            if (done[s] < kCount && random.below(4) > 0) chunks.push_back({s, begin[s] + done[s], 1});
+        }
+        if (chunks.empty()) continue;
+        const std::vector<float> logits = session.run(chunks);
+        const float* at = logits.data();
+        for (const Chunk& chunk : chunks) {
+            check(same_bits(at, alone[chunk.sequence].data() + done[chunk.sequence]++ * session.stride(),
+                            session.stride()),
+                  "pages read for several sequences at once give the bits of one alone");
+            at += session.stride();
         }
     }
 }
@@ -255,6 +292,8 @@ void test_decoder(const Kernels& kernels, Results& results) {
                                 single.stride()),
                       "a token alone gives the bits of the whole");
             }
+            Session shared(model, kernels, 3, type, 7);
+            check_shared(shared, random);
             if (all) check_together(model, kernels, whole);
             for (const std::vector<float>& logits : whole) results.add(logits);
         }

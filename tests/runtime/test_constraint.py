@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -310,3 +311,30 @@ def test_without_the_library_one_line_says_what_installs_it(
     assert ask(there, max_tokens=2).finish_reason == "length"
     with pytest.raises(MissingDependencyError, match=r"regex needs .* pip install 'nybble\[structured\]'"):
         there.add(Request("b", (5,), SamplingParams(regex="a")))
+
+
+def test_what_is_prepared_is_there(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From several threads at once, each grammar is compiled once; adding a request compiles none."""
+    there = engine(3)
+    compiled: list[str] = []
+    compile_one = Constraints._compile
+
+    def counted(self: Constraints, name: str, text: str) -> Any:
+        compiled.append(text)
+        return compile_one(self, name, text)
+
+    monkeypatch.setattr(Constraints, "_compile", counted)
+    patterns = ["[a-c]{3}", "[x-z]{2}"]
+    with ThreadPoolExecutor(6) as pool:
+        for _ in pool.map(lambda i: there.prepare(SamplingParams(regex=patterns[i % 2])), range(12)):
+            pass
+    there.prepare(SamplingParams())
+    assert sorted(compiled) == patterns
+    assert re.fullmatch(patterns[1], ask(there, regex=patterns[1], max_tokens=9).text)
+    assert sorted(compiled) == patterns
+    for number in range(40):
+        there.prepare(SamplingParams(regex=f"a{number}"))
+    there.prepare(SamplingParams(regex=patterns[0]))
+    assert compiled.count(patterns[0]) == 2  # only the last ones are kept
+    with pytest.raises(SettingError, match="regex cannot be used"):
+        there.prepare(SamplingParams(regex="("))

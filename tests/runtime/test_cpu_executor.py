@@ -104,6 +104,35 @@ def test_any_chunks_beside_any_others_give_the_same_bits(
         assert np.array_equal(logits[: end - begin], whole[begin:end])
 
 
+@given(st.data())
+@settings(max_examples=15, deadline=None)
+def test_pages_that_sequences_share_are_read_once_with_the_same_bits(
+    weights: Weights, kv_dtype: KvDtype, data: st.DataObject
+) -> None:
+    """Sequences that begin as another does, in its pages, decode together: in a tree of whole segments."""
+    executor = CpuExecutor(weights, threads=data.draw(st.integers(1, 3)), max_position=1024)
+    vocab, count = weights.spec.vocab_size, data.draw(st.integers(2, 7))
+    pages = Pages(weights.spec, count, 1024)
+    executor.allocate_kv(pages.num_blocks, pages.page_size, kv_dtype)
+    texts: list[list[int]] = []
+    alone = []
+    for sequence in range(count):
+        shared, parent = 0, data.draw(st.integers(0, max(0, sequence - 1)))
+        if sequence > 0:
+            shared = data.draw(st.integers(0, (len(texts[parent]) - 1) // 256)) * 256
+            pages.table[:, sequence, : shared // 16] = pages.table[:, parent, : shared // 16]
+        own = data.draw(st.sampled_from([1, 17, 255, 256, 300, 520]))
+        text = (texts[parent][:shared] if shared else []) + some_ids(vocab, 600)[sequence * 7 :][:own]
+        texts.append(text)
+        # With its suffix in one chunk nothing of it is a decode.
+        logits = executor.step(pages.batch([(sequence, shared, text[shared:])]))
+        alone.append(logits[-1].copy())
+    order = data.draw(st.permutations(range(count)))
+    together = executor.step(pages.batch([(s, len(texts[s]) - 1, texts[s][-1:]) for s in order]))
+    assert np.array_equal(together, np.array([alone[s] for s in order]))
+    executor.close()
+
+
 def test_a_token_at_a_time_gives_the_same_bits(
     executor: CpuExecutor, ids: list[int], kv_dtype: KvDtype, whole: NDArray[np.float32]
 ) -> None:

@@ -159,13 +159,18 @@ def test_a_draft_that_knows_nothing_is_switched_off(make_executor: Make, byte_to
     ticks = itertools.count()
 
     def clock() -> float:
-        """By which a step of the target takes a few times what one of the draft does."""
         return next(ticks) * 1e-4
 
+    class Ticking(Speculator):
+        """Sees steps to which a token more adds a third."""
+
+        def observe_step(self, answers: int, more: int, seconds: float) -> None:
+            super().observe_step(answers, more, 3e-4 + more * 1e-4 + self._spent)
+
     counting = Counting(DraftModelProposer(draft, vocab_size=64, clock=clock))
-    speculator = Speculator(counting, clock=clock)
+    speculator = Ticking(counting, clock=clock)
     target = make_executor(100, 4, seed=1)
-    engine = engine_of(target, byte_tokenizer, speculator, max_model_len=400, clock=clock)
+    engine = engine_of(target, byte_tokenizer, speculator, max_model_len=400)
     params = SamplingParams(temperature=1.5, seed=3, max_tokens=300, ignore_eos=True)
     outputs(engine, [([5, 9, 33], params)])
     assert counting.accepted < 0.3 * counting.proposed

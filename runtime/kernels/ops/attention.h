@@ -125,7 +125,7 @@ class AttentionRun {
 
     void run() {
         for (int r = 0; r < rows_; ++r) {
-            s_.query[r] = task_.queries + r / task_.group * task_.query_stride + r % task_.group * head_dim_;
+            s_.query[r] = task_.queries + token_of(r) * task_.query_stride + r % task_.group * head_dim_;
             if constexpr (kType == KvType::kInt8) quantize_query(s_.query[r], head_dim_, s_.queries, r);
             s_.total_sum[r] = 0.0f;
         }
@@ -144,6 +144,13 @@ class AttentionRun {
     }
 
   private:
+    size_t sequence_of(int r) const {
+        return task_.members != nullptr ? task_.members[r / task_.group] : task_.sequence;
+    }
+    size_t token_of(int r) const {
+        return task_.members != nullptr ? task_.cu_seqlens[sequence_of(r)]
+                                        : task_.first_token + r / task_.group;
+    }
     int low_of(int position) const { return task_.window > 0 ? std::max(0, position - task_.window + 1) : 0; }
 
     SegmentView view_of(int segment) const {
@@ -359,7 +366,8 @@ class AttentionRun {
         }
         const size_t bytes = padded_ * sizeof(float);
         if (task_.parts != nullptr) {
-            const size_t part = static_cast<size_t>(segment) * task_.group + r;
+            const size_t part = sequence_of(r) * task_.parts_of_sequence +
+                                static_cast<size_t>(segment) * task_.group + r % task_.group;
             task_.parts[part] = {s_.row_sum[r] > 0.0f ? s_.row_max[r] : 0.0f, s_.row_sum[r]};
             std::memcpy(task_.part_values + part * padded_, values, bytes);
             return;
@@ -381,7 +389,7 @@ class AttentionRun {
             float* total = s_.total + r * padded_;
             const F32 inverse = set1(1.0f / s_.total_sum[r]);
             for (int e = 0; e < padded_; e += 16) store(total + e, mul(load(total + e), inverse));
-            float* out = task_.output + r / task_.group * task_.output_stride + r % task_.group * head_dim_;
+            float* out = task_.output + token_of(r) * task_.output_stride + r % task_.group * head_dim_;
             std::memcpy(out, total, head_dim_ * sizeof(float));
         }
     }
