@@ -47,7 +47,7 @@ class DeviceProfile:
     kv_dtype: KvDtype
     token_budget: int  # most new tokens in one step (`max_batch_tokens`)
     context: int  # most tokens of one sequence, prompt and answer (`max_model_len`)
-    # What prompts may make of the time between two tokens of an answer; None: two and a half times as much.
+    # What prompts may make of the time between two tokens of an answer; None: 2.7 times as much.
     target_token_ms: float | None = None
 
     @property

@@ -13,6 +13,8 @@ _OUTLIER = 3.0
 _KEPT = 64
 # Steps that are learned from together, once there were some.
 _BATCH = 8
+# Shared steps in which prompts are taken to cost what decodes alone do not.
+_FIRST = 16
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,26 @@ class StepTimeModel:
         while self._recent:
             shape, seconds = self._recent.popleft()
             if more := shape.prefill_tokens + shape.draft_tokens:
-                if shape.decodes:
-                    if not self._decode.count:
-                        continue  # whose time it was can't be told
-                    seconds -= self._decode.predict((1, shape.decodes, shape.decode_context))
-                self._prefill.observe((more, shape.prefill_pairs), max(0.0, seconds))
+                self._learn_mixed(shape, (more, shape.prefill_pairs), seconds)
             elif shape.decodes:
                 self._decode.observe((1, shape.decodes, shape.decode_context), seconds)
+
+    def _learn_mixed(self, shape: StepShape, tokens: tuple[int, int], seconds: float) -> None:
+        if shape.decodes:
+            if not self._decode.count:
+                return  # whose time it was can't be told
+            decodes = (1, shape.decodes, shape.decode_context)
+            alone = self._decode.predict(decodes)
+            if self._prefill.count < _FIRST:
+                seconds = max(0.0, seconds - alone)
+            else:
+                # What a step took longer than expected is laid to both parts: a machine that has become slow
+                # does not make a few tokens dear, which would then be fewer still.
+                added = self._prefill.predict(tokens)
+                total = alone + added
+                seconds, whole = seconds * added / total if total else 0.0, seconds
+                self._decode.observe(decodes, whole - seconds)
+        self._prefill.observe(tokens, seconds)
 
     def prefill_tokens(self, seconds: float, past: int, most: int) -> int:
         """The most tokens after `past`, up to `most`, that add at most `seconds`."""

@@ -105,6 +105,24 @@ def test_a_machine_that_slows_down_is_noticed() -> None:
     assert model.decode_seconds(8, 4000) == pytest.approx(0.1, rel=0.1)
 
 
+@pytest.mark.parametrize("slower", [0.5, 1.5, 3.0])
+def test_a_machine_that_changes_while_prompts_are_computed_does_not_change_their_share(slower: float) -> None:
+    budget = TokenBudget(512)
+    seconds = machine((0.02, 5e-3, 0.0, 1e-3, 0.0))
+    for _ in range(100):
+        budget.observe(StepShape(8, 8000), seconds(StepShape(8, 8000)))
+    taken = []
+    for step in range(400):
+        budget.start(8, 8000)
+        count = budget.room(0)
+        taken.append(count)
+        shape = StepShape(8, 8000, count, 0, 1)
+        hiccup = 2.0 if step % 17 == 0 else 1.0
+        budget.observe(shape, seconds(shape) * (slower if step >= 100 else 1.0) * hiccup)
+    assert 70 <= taken[99] <= 110  # one and a half times 60 ms, in steps of 1 ms
+    assert 60 <= min(taken[101:]) <= max(taken[101:]) <= 130
+
+
 def test_alone_prompts_have_the_whole_budget() -> None:
     budget = TokenBudget(512, target_seconds=1e-9)
     budget.observe(StepShape(0, 0, 512, token_pairs(512, 0), 1), 5.0)
