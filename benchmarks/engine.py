@@ -11,15 +11,16 @@ each round. Prompts are cut from Python's language reference, new in each round,
 Decoding is greedy and ends by length. Nybble runs as `AsyncLLM`, its peers in the loop of `peers/traffic.py`,
 which adds requests between two steps. A token's time is when whoever asked could read it. No peer guesses
 tokens ahead, and answers that may not end repeat themselves, which is easy to guess: so targets are Nybble's
-without guesses, and its default has a column of its own.
+without guesses. OpenVINO's cache is int8 by default, llama.cpp's f16, as Nybble's.
 
 - arrivals: 32 requests that come at random, faster than they can be answered.
 - prefix: 16 chats with one system prompt, each after the other; then, with another one, all at once.
-- long: a prompt of 4,000 tokens that comes while 8 answers stream. The peers do it in the first round only.
+- long: a prompt of 4,000 tokens that comes while 8 answers stream.
 - speculation: `benchmarks/speculation.py` on some of its tasks. overhead: `benchmarks/step_overhead.py` with
   16 sequences.
 
-What the table compares are medians over the rounds, and ratios of those.
+After the first round peers take part in "arrivals" alone, and those that are not half as fast as the best one
+not at all. What the table compares are medians over the rounds, and ratios of those.
 """
 
 import argparse
@@ -60,6 +61,12 @@ class Target:
     against_peers: bool = False
     least: float | None = None
     most: float | None = None
+
+    def ratios(self, found: list[Contender]) -> dict[str, float]:
+        """By each of our own contenders for which it was measured."""
+        peers = [each for each in found if not cases.is_ours(each)]
+        ratios = {own.name: self.ratio(own, peers) for own in found if cases.is_ours(own)}
+        return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 
     def ratio(self, own: Contender, peers: list[Contender]) -> float | None:
         if self.value not in own.values:
@@ -113,10 +120,12 @@ def median(contender: Contender, name: str) -> float:
 
 
 def contenders(arguments: argparse.Namespace, log: Path) -> list[Contender]:
-    """Ours, ours with guesses, then the peers."""
+    """Ours, as the targets are for it and in other settings, then the peers."""
     own = (sys.executable, "nybble_engine.py", str(arguments.artifact))
+    plain = {"speculation": "off"}
     found = [
-        Contender("Nybble", *own, {"speculation": "off"}),
+        Contender("Nybble", *own, plain),
+        Contender("Nybble, int8 KV", *own, plain | {"kv_dtype": "int8"}, cases=("arrivals",)),
         Contender("Nybble, guessing", *own, cases=("arrivals",)),
     ]
     for option, (script, form) in BATCHING.items():
@@ -136,8 +145,7 @@ def measure_round(
     traffics = {"arrivals": cases.arrivals, "prefix": cases.shared_prefix, "long": cases.long_prompt}
     for name, measure in traffics.items():
         for contender in found[turn:] + found[:turn]:
-            once = name == "long" and contender is not own and number > 0
-            if name in arguments.cases and (contender.cases is None or name in contender.cases) and not once:
+            if name in arguments.cases and (contender.cases is None or name in contender.cases):
                 with idle.watch(contender, found):
                     measure(contender, prose, number)
     if "long" in arguments.cases:
@@ -148,6 +156,14 @@ def measure_round(
                 cases.with_target(other, prose, number, arguments.threads, undisturbed)
         finally:
             other.worker.close()
+
+
+def drop_slow(found: list[Contender]) -> None:
+    """After the first round peers take part in "arrivals" alone, and only those that can be the best."""
+    peers = [peer for peer in found if not cases.is_ours(peer)]
+    rates = [peer.values.get("arrivals: tokens/s", [0.0])[0] for peer in peers]
+    for peer, rate in zip(peers, rates, strict=True):
+        peer.cases = ("arrivals",) if rate > max(rates) / 2 else ()
 
 
 def measure_own(own: Contender, loaded: Loaded, wanted: list[str]) -> None:
@@ -174,17 +190,16 @@ def show(found: list[Contender]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    own, peers = found[0], found[2:]
     console = Console(width=None if sys.stdout.isatty() else 130)
     table = Table("times in ms", *(contender.name for contender in found))
     for name in dict.fromkeys(name for contender in found for name in contender.values):
         cells = [number(median(each, name)) if name in each.values else "-" for each in found]
         table.add_row(name, *cells)
-    targets = Table("", "is", "target", "")
+    targets = Table("", "", "is", "target", "")
     for target in TARGETS:
-        ratio = target.ratio(own, peers)
-        if ratio is not None:
-            targets.add_row(target.name, f"{ratio:.3f}", target.bound, "" if target.met(ratio) else "missed")
+        for own, ratio in target.ratios(found).items():
+            verdict = "" if target.met(ratio) else "missed"
+            targets.add_row(target.name, own, f"{ratio:.3f}", target.bound, verdict)
     for each in (table, targets):
         for column in each.columns[1:]:
             column.justify = "right"
@@ -201,10 +216,15 @@ def report(
     peers = " ".join(f"--{name}-python PYTHON" for name in BATCHING if getattr(arguments, f"{name}_python"))
     targets = []
     for target in TARGETS:
-        ratio = target.ratio(found[0], found[2:])
-        if ratio is not None:
+        for own, ratio in target.ratios(found).items():
             targets.append(
-                {"name": target.name, "ratio": ratio, "target": target.bound, "met": target.met(ratio)}
+                {
+                    "name": target.name,
+                    "of": own,
+                    "ratio": ratio,
+                    "target": target.bound,
+                    "met": target.met(ratio),
+                }
             )
     return {
         "command": f"python benchmarks/engine.py {arguments.artifact.name} {peers}".rstrip(),
@@ -267,6 +287,7 @@ def main() -> None:
                 measure_own(found[0], loaded, arguments.cases)
             figures = report(found, arguments, number + 1, idle)
             arguments.output.write_text(json.dumps(figures, indent=1) + "\n")
+            drop_slow(found)
             print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
     show(found)
 
