@@ -276,13 +276,11 @@ def main() -> None:
         Workload(requests=arguments.requests, load=arguments.load, seed=arguments.seed),
         Machine(pages=arguments.pages, target_seconds=target),
     )
-    began = time.perf_counter()
     simulation.run()
     report = simulation.report()
     show(report)
     report = {
         "command": " ".join(["python", "benchmarks/simulate.py", *sys.argv[1:]]),
-        "seconds": time.perf_counter() - began,
         **report,
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 from .block_pool import BlockPool, OutOfPagesError
 from .cache import KvCache, PrefixStatistics
 from .page_store import PageCopy
-from .sequence_blocks import SequenceBlocks, pages_for
+from .sequence_blocks import SequenceBlocks, block_table, pages_for
 from .swap import SwapSpace
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "PrefixStatistics",
     "SequenceBlocks",
     "SwapSpace",
+    "block_table",
     "pages_for",
 ]

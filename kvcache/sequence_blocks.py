@@ -16,6 +16,19 @@ def pages_for(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
+def block_table(sequences: Sequence["SequenceBlocks"]) -> NDArray[np.int32]:
+    """Tables of sequences of one cache as one array, [G, sequences, most pages] int32, which is not
+    writable: -1 where there is no page."""
+    groups, width = sequences[0].num_groups, max(blocks.num_pages for blocks in sequences)
+    # Bytes joined at once: row after row into an array takes several times as long.
+    rows = [
+        blocks._tables[group].tobytes().ljust(4 * width, b"\xff")
+        for group in range(groups)
+        for blocks in sequences
+    ]
+    return np.frombuffer(b"".join(rows), np.int32).reshape(groups, len(sequences), width)
+
+
 class SequenceBlocks:
     """A sequence's block table, one row for each window group: token t of group g lives in page
     `table[g][t // page_size]`, at offset `t % page_size`. Made by `KvCache.sequence`.
@@ -187,12 +200,6 @@ class SequenceBlocks:
         if count and start < max(self._released) * size:
             raise ValueError(f"token {start} is in a page that has left its window")
         return [[table[t // size] * size + t % size for t in positions] for table in self._tables]
-
-    def write_tables(self, block_table: NDArray[np.int32], row: int) -> None:
-        """Writes the tables into `block_table[:, row]`, [G, num_pages or more] int32, and leaves what is
-        beyond them."""
-        for group, table in enumerate(self._tables):
-            block_table[group, row, : len(table)] = table
 
     # What follows is for `KvCache`.
 

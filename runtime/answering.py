@@ -1,5 +1,8 @@
 """From a chunk's logits to tokens and log-probabilities."""
 
+from collections.abc import Sequence as Listed
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,7 +14,13 @@ from .sequence_state import Chunk
 from .speculation import Speculator
 from .statistics import StatisticsRecorder
 
-Rows = NDArray[np.float32]
+
+class Rows(NamedTuple):
+    """What the executor gave for a chunk: logits [rows, vocab] float32, and where each row has its highest,
+    if that is known."""
+
+    logits: NDArray[np.float32]
+    best: Listed[int] | None
 
 
 def choose_tokens(
@@ -22,12 +31,12 @@ def choose_tokens(
     speculator: Speculator | None = None,
 ) -> int:
     """Appends the next token, and where the chunk has a draft one after each token of it that was right:
-    every position is sampled, in order, as without one. `rows` [1 + draft, vocab] float32. Returns how many
-    of the chunk's tokens stay."""
+    every position is sampled, in order, as without one. There are 1 + draft `rows`. Returns how many of the
+    chunk's tokens stay."""
     sequence, draft = chunk.sequence, chunk.draft
     right = 0
-    for row in rows:
-        token = _choose(sequence, row, recorder, now)
+    for i, row in enumerate(rows.logits):
+        token = _choose(sequence, row, None if rows.best is None else rows.best[i], recorder, now)
         if sequence.ended or right == len(draft) or token != draft[right]:
             break
         right += 1
@@ -37,10 +46,12 @@ def choose_tokens(
     return chunk.count - len(draft) + right
 
 
-def _choose(sequence: Sequence, row: Rows, recorder: StatisticsRecorder, now: float) -> int:
+def _choose(
+    sequence: Sequence, row: NDArray[np.float32], best: int | None, recorder: StatisticsRecorder, now: float
+) -> int:
     assert sequence.chooser is not None
     request = sequence.request
-    token = sequence.chooser.choose(row, sequence.position)
+    token = sequence.chooser.choose(row, sequence.position, best)
     sequence.chooser.accept(token)
     logprobs = None
     if (wanted := request.params.logprobs) is not None:
@@ -57,11 +68,10 @@ def _choose(sequence: Sequence, row: Rows, recorder: StatisticsRecorder, now: fl
 
 
 def score_tokens(chunk: Chunk[Sequence], rows: Rows) -> None:
-    """Adds the log-probability of the token after each of the chunk's; `rows` [tokens that have a next one,
-    vocab] float32."""
+    """Adds the log-probability of the token after each of the chunk's that has a next one."""
     sequence, start = chunk.sequence, chunk.sequence.computed
     del sequence.scores[start:]  # of before it was preempted
-    for row, token in zip(rows, sequence.tokens[start + 1 :], strict=False):
+    for row, token in zip(rows.logits, sequence.tokens[start + 1 :], strict=False):
         value = float(log_softmax(row)[token])
         if not np.isfinite(value):
             raise ExecutorError(f"the log-probability of token {token} is {value}; expected a number")

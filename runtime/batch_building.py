@@ -4,6 +4,7 @@ from collections.abc import Sequence as Listed
 
 import numpy as np
 
+from ..kvcache import block_table
 from .batch import Batch
 from .sequence import Sequence
 from .sequence_state import Chunk
@@ -13,7 +14,7 @@ def build_batch(chunks: Listed[Chunk[Sequence]]) -> Batch:
     """The executor's input for these chunks, whose pages are allocated."""
     # Few calls of numpy: after a step the caches are empty of it, and each takes microseconds.
     tokens: list[int] = []
-    begins, past, rows, widest = [0], [], [], 0
+    begins, past, rows = [0], [], []
     slots: list[list[int]] = [[] for _ in range(chunks[0].sequence.blocks.num_groups)]
     for chunk in chunks:
         sequence, begin = chunk.sequence, begins[-1]
@@ -23,16 +24,11 @@ def build_batch(chunks: Listed[Chunk[Sequence]]) -> Batch:
         past.append(sequence.computed)
         for of_group, more in zip(slots, sequence.blocks.slots(sequence.computed, chunk.count), strict=True):
             of_group += more
-        widest = max(widest, sequence.blocks.num_pages)
-    block_table = np.empty((len(slots), len(chunks), widest), np.int32)
-    block_table.fill(-1)
-    for row, chunk in enumerate(chunks):
-        chunk.sequence.blocks.write_tables(block_table, row)
     return Batch(
         token_ids=np.array(tokens, np.int32),
         cu_seqlens=np.array(begins, np.int32),
         past_lens=np.array(past, np.int32),
-        block_table=block_table,
+        block_table=block_table([chunk.sequence.blocks for chunk in chunks]),
         slot_mapping=np.array(slots, np.int32),
         logit_rows=np.array(rows, np.int32),
     )

@@ -187,6 +187,10 @@ class CpuExecutor:
             raise AllocationError(f"memory ran out in a step of {len(batch.token_ids)} tokens") from None
         return self._logits[:rows, : self._spec.vocab_size]
 
+    @property
+    def best_tokens(self) -> list[int]:
+        return self._open().best_tokens  # type: ignore[no-any-return]
+
     def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32], group: int = 0) -> None:
         """Copies page src[i] to dst[i] in the layers of a window group, as if all were read first. Raises
         `ExecutorError` naming the argument that is wrong."""

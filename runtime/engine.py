@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..devices.memory_plan import SCORE_LOGITS_BYTES
 from ..errors import AllocationError, ExecutorError, NybbleError, RequestError, SettingError
 from ..kvcache import KvCache
-from .answering import choose_tokens, score_tokens
+from .answering import Rows, choose_tokens, score_tokens
 from .batch_building import build_batch, logit_rows
 from .constraint import Constraints
 from .executor import Executor
@@ -237,10 +237,11 @@ class Engine:
         return logits
 
     def _commit(self, chunks: list[Chunk[Sequence]], logits: NDArray[np.float32], now: float) -> None:
-        row = 0
+        row, best = 0, self._executor.best_tokens
         for chunk in chunks:
-            sequence, rows = chunk.sequence, logits[row : row + len(logit_rows(chunk))]
-            row += len(rows)
+            sequence, begin = chunk.sequence, row
+            row += len(logit_rows(chunk))
+            rows = Rows(logits[begin:row], None if best is None else best[begin:row])
             if sequence.ended:
                 continue  # another answer of its request failed in this step
             try:
@@ -250,7 +251,7 @@ class Engine:
             if sequence.ended and sequence.is_running:
                 self._retire(sequence)
 
-    def _commit_one(self, chunk: Chunk[Sequence], rows: NDArray[np.float32], now: float) -> None:
+    def _commit_one(self, chunk: Chunk[Sequence], rows: Rows, now: float) -> None:
         sequence, request = chunk.sequence, chunk.sequence.request
         if request.score:
             score_tokens(chunk, rows)
@@ -270,7 +271,7 @@ class Engine:
             ):
                 self._scheduler.restart(sequence, slid(sequence.tokens, request.n_keep))
 
-    def _fork(self, sequence: Sequence, rows: NDArray[np.float32], now: float) -> None:
+    def _fork(self, sequence: Sequence, rows: Rows, now: float) -> None:
         """The request's other answers begin where its prompt ends."""
         for index in range(1, sequence.request.samples):
             other = sequence.fork(index, self.cache.sequence())

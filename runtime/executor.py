@@ -1,5 +1,6 @@
 """The contract between the engine and whatever runs the decoder."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -50,6 +51,12 @@ class Executor(Protocol):
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
         """Writes the new tokens' keys and values into the cache and returns logits [R, vocab] float32."""
+        ...
+
+    @property
+    def best_tokens(self) -> Sequence[int] | None:
+        """Where each row of the last step's logits has its highest, the first of several, as `numpy.argmax`
+        has it; None where the executor leaves it to the caller to look."""
         ...
 
     def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32], group: int = 0) -> None:

@@ -213,6 +213,10 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
             logits[run.logits] = part
         return logits
 
+    @property
+    def best_tokens(self) -> None:
+        return None
+
     def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32], group: int = 0) -> None:
         """Copies page src[i] to dst[i] in the layers of a window group, as if all were read first."""
         check_group(group, len(self.kv_layout.group_bytes))

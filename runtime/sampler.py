@@ -43,15 +43,18 @@ def sample(
     seen: NDArray[np.int64] | None = None,
     banned: Collection[int] = (),
     changes: Changes | None = None,
+    best: int | None = None,
 ) -> int:
     """The token chosen from one row, `logits` [vocab] float32, which is not changed.
 
     `seen` are the tokens the repetition penalty applies to, each once; `banned` ones cannot be chosen;
     `changes` are those that the rest of a request's settings ask for. Ties go to the lowest token id. The
-    random number is the one of (seed, sample index, position). Raises `ExecutorError` when a logit is NaN,
+    random number is the one of (seed, sample index, position). `best` is where the highest logit is, if that
+    is known. Raises `ExecutorError` when a logit is NaN,
     the highest is infinite, or every token is banned.
     """
-    best = int(np.argmax(logits))  # NaN counts as the highest
+    if best is None:
+        best = int(np.argmax(logits))  # NaN counts as the highest
     if not math.isfinite(logits[best]):
         raise ExecutorError(
             f"the model's logits at position {position} hold {logits[best]}; expected numbers"

@@ -50,15 +50,16 @@ class TokenChooser:
         self._changed = self._bias is not None or penalized
         self._constraint = constraint
 
-    def choose(self, logits: Logits, position: int) -> int:
-        """The token at `position` of the sequence, from its row, `logits` [vocab] float32. Raises
-        `ExecutorError` where the row holds no numbers or leaves no token."""
+    def choose(self, logits: Logits, position: int, best: int | None = None) -> int:
+        """The token at `position` of the sequence, from its row, `logits` [vocab] float32; `best` is where
+        that has its highest, if it is known. Raises `ExecutorError` where the row holds no numbers or leaves
+        no token."""
         banned = self._stop_ids if self._accepted < self._banned_for else ()
         if self._constraint is None:
-            return self._sample(logits, position, banned)
+            return self._sample(logits, position, banned, best=best)
         if self.sampling.temperature == 0.0:
             # The best of all that is allowed is the best of those allowed: no mask is needed.
-            token = self._sample(logits, position, banned)
+            token = self._sample(logits, position, banned, best=best)
             if self._constraint.accepting if token in self._stop_ids else self._constraint.allows(token):
                 return token
         return self._sample(logits, position, (), self._allowed(early=bool(banned)))
@@ -111,6 +112,7 @@ class TokenChooser:
         position: int,
         banned: Collection[int],
         allowed: NDArray[np.bool_] | None = None,
+        best: int | None = None,
     ) -> int:
         changes = None
         if self._changed or allowed is not None:
@@ -123,6 +125,7 @@ class TokenChooser:
             seen=None if self._seen is None else self._seen.tokens,
             banned=banned,
             changes=changes,
+            best=best,
             **self._key,
         )
 

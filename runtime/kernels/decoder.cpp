@@ -84,6 +84,7 @@ uint8_t* Decoder::pages(int layer) const {
 void Decoder::reserve(int tokens, int sequences, int rows) {
     buffers_.reserve(tokens, sequences, rows);
     plan_.reserve(buffers_.tokens(), sequences);
+    best_tokens_.reserve(rows);
 }
 
 void Decoder::step(const StepInput& input, float* logits) {
@@ -91,6 +92,7 @@ void Decoder::step(const StepInput& input, float* logits) {
     logits_ = logits;
     reserve(input.tokens, input.sequences, input.rows);
     for (SharedWork& work : work_) work.reset();
+    best_tokens_.resize(input.rows);
     plan_.make(input);
     pool_.run([](void* self, int thread) { static_cast<Decoder*>(self)->run(thread); }, this);
 }
@@ -239,12 +241,12 @@ void Decoder::head(int thread, SharedWork& work) {
     pool_.barrier();
     const LinearJob job{&weights_.head, input, logits_, static_cast<size_t>(logit_stride())};
     run_linear_jobs(kernels_, &job, 1, thread, work, b.scratch(thread));
-    if (config_.logit_softcap <= 0) return;
     pool_.barrier();
-    each_token(thread, input_->rows, [&](int r) {
-        kernels_.softcap(logits_ + static_cast<size_t>(r) * logit_stride(), config_.logit_softcap,
-                         logit_stride());
-    });
+    for (int r = thread; r < input_->rows; r += pool_.size()) {
+        float* logits = logits_ + static_cast<size_t>(r) * logit_stride();
+        if (config_.logit_softcap > 0) kernels_.softcap(logits, config_.logit_softcap, logit_stride());
+        best_tokens_[r] = kernels_.best_logit(logits, config_.vocab_size);
+    }
 }
 
 }  // namespace nybble

@@ -26,6 +26,8 @@ class Decoder {
 
     // Writes logits [rows][logit_stride()]; allocates nothing when the sizes were reserved.
     void step(const StepInput& input, float* logits);
+    // Of each row of the last step the first of the highest logits.
+    const std::vector<int32_t>& best_tokens() const { return best_tokens_; }
 
     int logit_stride() const { return round_up(config_.vocab_size, kTileRows); }
     int num_blocks() const { return num_blocks_; }
@@ -71,6 +73,7 @@ class Decoder {
     std::vector<SharedWork> work_;  // one a phase that deals work, the head's last
     const StepInput* input_ = nullptr;
     float* logits_ = nullptr;
+    std::vector<int32_t> best_tokens_;  // [rows]
 };
 
 template <typename Function>

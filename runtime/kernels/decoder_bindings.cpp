@@ -250,6 +250,7 @@ class PyDecoder {
         }
     }
 
+    std::vector<int32_t> best_tokens() const { return decoder_->best_tokens(); }
     int logit_stride() const { return decoder_->logit_stride(); }
     size_t page_bytes() const { return decoder_->kv_shape().page_bytes(); }
     std::string isa() const { return decoder_->kernels().name; }
@@ -356,6 +357,7 @@ void bind_decoder(nb::module_& m) {
              "group"_a.noconvert())
         .def("read_blocks", &PyDecoder::read_blocks, "ids"_a.noconvert(), "group"_a.noconvert())
         .def("write_blocks", &PyDecoder::write_blocks, "ids"_a.noconvert(), "data"_a, "group"_a.noconvert())
+        .def_prop_ro("best_tokens", &PyDecoder::best_tokens)
         .def_prop_ro("logit_stride", &PyDecoder::logit_stride)
         .def_prop_ro("page_bytes", &PyDecoder::page_bytes)
         .def_prop_ro("isa", &PyDecoder::isa)

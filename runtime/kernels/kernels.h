@@ -85,6 +85,8 @@ struct Kernels {
     void (*merge_parts)(const SoftmaxPart* parts, const float* values, int segment_begin, int segment_end,
                         int group, int row, int head_dim, float* out);
 
+    // The first of the highest of a row's logits; of those that are no number, if there are any.
+    int (*best_logit)(const float* logits, int n);
     // For the sampler, ops/sampling.h: weights of a row of logits, and a look at those from one on.
     void (*weigh_logits)(const float* logits, int n, float top, float factor, float* weights, double* sums);
     WeightTotal (*weights_from)(const float* weights, int n, float least);

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ...kvcache import KvCache, OutOfPagesError, SequenceBlocks
+from ...kvcache import KvCache, OutOfPagesError, SequenceBlocks, block_table
 from ..batch import Batch
 from ..executor import Executor
 from ..page_copies import PageCopies
@@ -179,13 +179,10 @@ class DraftModelProposer:
         ids: list[int] = []
         begins, past, rows = [0], [], []
         slots: list[list[int]] = [[] for _ in range(self.cache.num_groups)]
-        width = max(state.blocks.num_pages for state, _ in chunks)
-        table = np.full((len(slots), len(chunks), width), -1, np.int32)
-        for number, (state, tokens) in enumerate(chunks):
+        for state, tokens in chunks:
             begin = state.computed + len(state.guessed)
             for of_group, more in zip(slots, state.blocks.slots(begin, len(tokens)), strict=True):
                 of_group += more
-            state.blocks.write_tables(table, number)
             ids += tokens
             past.append(begin)
             begins.append(len(ids))
@@ -197,7 +194,7 @@ class DraftModelProposer:
                 token_ids=np.array(ids, np.int32),
                 cu_seqlens=np.array(begins, np.int32),
                 past_lens=np.array(past, np.int32),
-                block_table=table,
+                block_table=block_table([state.blocks for state, _ in chunks]),
                 slot_mapping=np.array(slots, np.int32),
                 logit_rows=np.array(rows, np.int32),
             )

@@ -55,10 +55,32 @@ Left filtered(const std::vector<float>& logits, double temperature, const Filter
     return left;
 }
 
+// Ties, rows that fill no lane, infinities, and what is no number.
+void check_best(const Kernels& kernels, Random& random) {
+    for (int n : {1, 15, 16, 511, 512, 515, 2000}) {
+        for (int round = 0; round < 60; ++round) {
+            current_case() = "the best of " + std::to_string(n) + " logits";
+            std::vector<float> logits = random.uniforms(n, 4.0f);
+            if (round % 2 == 0) {
+                for (float& x : logits) x = std::round(x);
+            }
+            if (round % 5 == 0) logits[random.below(n)] = HUGE_VALF;
+            if (round % 7 == 0) std::fill(logits.begin(), logits.end(), -HUGE_VALF);
+            if (round % 3 == 0) logits[random.below(n)] = NAN;
+            const auto none = [](float x) { return std::isnan(x); };
+            auto expected = std::find_if(logits.begin(), logits.end(), none);
+            if (expected == logits.end()) expected = std::max_element(logits.begin(), logits.end());
+            check(kernels.best_logit(logits.data(), n) == expected - logits.begin(),
+                  "it is the first of the highest, and what is no number is higher");
+        }
+    }
+}
+
 }  // namespace
 
 void test_sampler(const Kernels& kernels, Results& results) {
     Random random(6);
+    check_best(kernels, random);
     TokenSampler sampler(kernels);
     constexpr Filters kFilters[] = {{0, 1, 0},   {1, 1, 0},    {7, 1, 0},    {5000, 1, 0},    {0, 0.9, 0},
                                     {0, 0.3, 0}, {0, 0.99, 0}, {0, 1, 0.05}, {40, 0.95, 0.1}, {40, 0.5, 0}};

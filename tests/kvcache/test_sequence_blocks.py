@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nybble.kvcache import KvCache, OutOfPagesError, pages_for
+from nybble.kvcache import KvCache, OutOfPagesError, block_table, pages_for
 
 
 @settings(max_examples=100, deadline=None)
@@ -67,16 +67,17 @@ def test_slots_follow_the_table() -> None:
         sequence.slots(4, 3)
 
 
-def test_tables_are_written_into_a_row_of_a_block_table() -> None:
+def test_tables_of_sequences_make_one_array() -> None:
     cache = KvCache(5, 4, (None, 16))
     cache.pools[1].allocate(2)
-    sequence = cache.sequence()
-    sequence.append(6)
-    block_table = np.full((2, 3, 4), -1, np.int32)
-    sequence.write_tables(block_table, 1)
-    assert block_table[0].tolist() == [[-1] * 4, [*sequence.tables[0], -1, -1], [-1] * 4]
-    assert block_table[1].tolist() == [[-1] * 4, [*sequence.tables[1], -1, -1], [-1] * 4]
-    assert sequence.tables[0] != sequence.tables[1]
+    short, long, empty = cache.sequence(), cache.sequence(), cache.sequence()
+    short.append(3)
+    long.append(6)
+    table = block_table([short, empty, long])
+    assert table.dtype == np.int32
+    for group in range(2):
+        assert table[group].tolist() == [[*short.tables[group], -1], [-1, -1], [*long.tables[group]]]
+    assert long.tables[0] != long.tables[1]
 
 
 def test_append_over_groups_is_all_or_nothing() -> None:

@@ -136,6 +136,10 @@ class NumpyExecutor:
         self.kv_layout = KvLayout(num_blocks, page_size, "f32", sum(group_bytes), group_bytes)
         assert max(self.groups) < groups
 
+    @property
+    def best_tokens(self) -> None:
+        return None
+
     def step(self, batch: Batch) -> NDArray[np.float32]:
         self.steps.append(batch)
         if (error := self.fail_at.get(len(self.steps))) is not None:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from nybble._kernels import supported_kernels
 from nybble.errors import DoesNotFitError, ExecutorError, SettingError, UnsupportedModelError
-from nybble.kvcache import KvCache
+from nybble.kvcache import KvCache, block_table
 from nybble.models.spec import ModelSpec, RopeSpec
 from nybble.quant.packing import QuantizedTensor
 from nybble.runtime.batch import Batch, prompt_batch
@@ -137,6 +137,16 @@ def test_a_token_at_a_time_gives_the_same_bits(
     executor: CpuExecutor, ids: list[int], kv_dtype: KvDtype, whole: NDArray[np.float32]
 ) -> None:
     assert np.array_equal(paged_logits(executor, ids, 1, kv_dtype), whole)
+
+
+def test_the_best_tokens_are_those_of_numpy(
+    executor: CpuExecutor, weights: Weights, ids: list[int], kv_dtype: KvDtype
+) -> None:
+    pages = Pages(weights.spec, 1, LENGTH)
+    executor.allocate_kv(pages.num_blocks, pages.page_size, kv_dtype)
+    for begin, end in ((0, 40), (40, 41), (41, 41 + 7)):
+        logits = executor.step(pages.batch([(0, begin, ids[begin:end])]))
+        assert executor.best_tokens == logits.argmax(axis=1).tolist()
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
@@ -558,13 +568,11 @@ def test_pages_that_left_the_window_need_not_be_there(
         if count == 0:
             break
         blocks.append(count)
-        table = np.full((len(windows), 1, blocks.num_pages), -1, np.int32)
-        blocks.write_tables(table, 0)
         batch = Batch(
             np.array(ids[start : start + count], np.int32),
             np.array([0, count], np.int32),
             np.array([start], np.int32),
-            table,
+            block_table([blocks]),
             np.array(blocks.slots(start, count), np.int32),
             np.arange(count, dtype=np.int32),
         )

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nybble.errors import ModelFormatError, OutputError, RequestError, SettingError
-from nybble.kvcache import KvCache, OutOfPagesError, SequenceBlocks
+from nybble.kvcache import KvCache, OutOfPagesError, SequenceBlocks, block_table
 from nybble.quant.packing import quantize_head
 from nybble.runtime.batch import Batch
 from nybble.runtime.cpu_executor import CpuExecutor
@@ -57,13 +57,11 @@ def run(
         executor.copy_blocks(np.array([src], np.int32), np.array([dst], np.int32), group)
     count = len(ids) - computed
     blocks.append(count)
-    table = np.empty((len(WINDOWS), 1, blocks.num_pages), np.int32)
-    blocks.write_tables(table, 0)
     batch = Batch(
         np.array(ids[computed:], np.int32),
         np.array([0, count], np.int32),
         np.array([computed], np.int32),
-        table,
+        block_table([blocks]),
         np.array(blocks.slots(computed, count), np.int32),
         np.array([count - 1], np.int32),
     )

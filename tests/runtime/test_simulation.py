@@ -1,6 +1,7 @@
 """The scheduler and the cache under 5,000 requests, as `benchmarks/simulate.py` runs 100,000."""
 
 import importlib.util
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,9 @@ def test_everyone_is_served_in_order_of_urgency_at_a_cost_that_does_not_grow(sim
     # The least urgent waits as long as a normal one that came ten seconds later, and no longer.
     assert waits[2]["longest"] < waits[1]["longest"] + run.machine.ageing_seconds + 2
     counted = [calls for calls in watch.calls if calls]
-    tenth = len(counted) // 10
-    assert sum(counted[-tenth:]) < 1.3 * sum(counted[:tenth])
+    # Over many steps, so that it matters little how full they are.
+    early, late = counted[: len(counted) // 2], counted[len(counted) // 2 :]
+    assert statistics.mean(late) < 1.25 * statistics.mean(early)
 
 
 def calls_a_step(simulate: Any, waiting: int) -> float:

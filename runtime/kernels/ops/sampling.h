@@ -1,5 +1,34 @@
 // A row of logits as the sampler looks at it. Included inside the namespace of an instruction set.
 
+// The first of the highest logits; the first that is no number where there is one, as numpy's argmax has it.
+int best_logit(const float* logits, int n) {
+    float best = -HUGE_VALF;
+    int block = 0;
+    const auto largest_of = [&](int begin) {
+        F32 largest = set1(-HUGE_VALF);
+        const int whole = begin + std::min(kSumBlock, n - begin) / 16 * 16;
+        for (int i = begin; i < whole; i += 16) largest = max(largest, finite_or_infinite(load(logits + i)));
+        float value = reduce_max(largest);
+        for (int i = whole; i < std::min(n, begin + kSumBlock); ++i) {
+            const float x = logits[i] == logits[i] ? logits[i] : HUGE_VALF;
+            value = x > value ? x : value;
+        }
+        return value;
+    };
+    for (int begin = 0; begin < n; begin += kSumBlock) {
+        const float value = largest_of(begin);
+        if (value > best) best = value, block = begin;
+    }
+    if (best == HUGE_VALF) {  // infinite or no number
+        for (int i = block; i < n; ++i) {
+            if (logits[i] != logits[i]) return i;
+        }
+    }
+    int i = block;
+    while (logits[i] != best && i + 1 < n) ++i;
+    return i;
+}
+
 // Weights 2^((logit - top) * factor), where `top` is the largest logit; -infinity has none. `weights` is
 // filled with zeros to a multiple of 16; `sums` are those of blocks of kSumBlock.
 void weigh_logits(const float* logits, int n, float top, float factor, float* weights, double* sums) {
