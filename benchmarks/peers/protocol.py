@@ -6,6 +6,8 @@
     {"do": "about"}    ->  {"version": ..., settings}
     {"do": "prepare", "gguf": ..., "folder": ..., "work": ...} ->  {"models": {label: path}}
 
+For `benchmarks/engine.py`, what `traffic.py` describes; the rest is a method of the runtime.
+
 Seconds are from the start of the work, to when every prompt has its first token and to the end. A request
 that fails is answered with {"error": ...}; the end of the input ends the worker. This runs in the peer's
 own Python, so it uses nothing but the standard library.
@@ -17,6 +19,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any, Protocol
+
+from traffic import traffic
 
 
 class Runtime(Protocol):
@@ -61,13 +65,17 @@ def serve(load: Any, prepare: Any = None) -> None:
                 paths = prepare(Path(request["gguf"]), Path(request["folder"]), Path(request["work"]))
                 reply = {"models": {label: str(path) for label, path in paths.items()}}
             elif do == "load":
+                if hasattr(runtime, "close"):
+                    runtime.close()
                 runtime = load(**request)
             elif do == "run":
                 reply = run(runtime, **request)
             elif do == "memory":
                 reply = {"peak_bytes": peak_bytes()}
-            elif do == "about":
-                reply = runtime.about()
+            elif do == "traffic":
+                reply = traffic(runtime, **request)
+            else:
+                reply = getattr(runtime, do)(**request)
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(reply) + "\n")
