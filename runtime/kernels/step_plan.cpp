@@ -7,6 +7,7 @@ namespace nybble {
 namespace {
 
 constexpr int kRowsPerItem = 192;  // query rows (queries times heads of a group) of one item
+constexpr int kFewestQueries = 4;  // of an item, where there are more: each reads the pages anew
 constexpr int kSegmentPages = kSegmentTokens / kPageTokens;
 
 }  // namespace
@@ -14,6 +15,7 @@ constexpr int kSegmentPages = kSegmentTokens / kPageTokens;
 StepPlan::StepPlan(const DecoderConfig& config, int threads)
     : num_kv_heads_(config.num_kv_heads),
       queries_per_item_(std::max(1, kRowsPerItem / (config.num_heads / config.num_kv_heads))),
+      pieces_((2 * threads + config.num_kv_heads - 1) / config.num_kv_heads),
       max_split_(std::max(1, 4 * threads / config.num_kv_heads)),
       split_items_(8 * threads),
       max_segments_((config.max_position - 1) / kSegmentTokens + 1),
@@ -69,10 +71,11 @@ void StepPlan::plan_attention(const StepInput& input, int group) {
         parts_[static_cast<size_t>(group) * sequences_ + s] = {0, 0};
         if (count == 1) plan_decode(input, group, s);
         if (count < 2) continue;
+        const int pieces = std::min(pieces_, (count + kFewestQueries - 1) / kFewestQueries);
+        const int most = std::min(queries_per_item_, (count + pieces - 1) / pieces);
         // The last queries see most: they go first.
-        for (int first = (count - 1) / queries_per_item_ * queries_per_item_; first >= 0;
-             first -= queries_per_item_) {
-            const int queries = std::min(queries_per_item_, count - first);
+        for (int first = (count - 1) / most * most; first >= 0; first -= most) {
+            const int queries = std::min(most, count - first);
             const int last = past + first + queries - 1;
             for (int head = 0; head < num_kv_heads_; ++head) {
                 items.push_back({s, head, first, queries, low_segment(group, past + first),

@@ -70,6 +70,7 @@ class StepPlan {
     }
 
     const int num_kv_heads_, queries_per_item_;
+    const int pieces_;     // that a chunk is cut into at least, so that every thread has some
     const int max_split_;  // only so many sequences are split over segments as threads could go without work
     const int split_items_;  // that what is split has at least, where it has as many segments
     const int max_segments_;
