@@ -40,7 +40,7 @@ class Engine:
     - `max_waiting`, `max_waiting_tokens`: how many requests, and tokens of theirs, may wait before `add`
       raises `QueueFull`; None is no bound.
     - `target_token_ms`: how long a step in which answers go on may be made by prompts, in milliseconds;
-      without one it is 2.7 times a step without prompts.
+      without one it is 2.95 times a step without prompts.
     - `ageing_seconds`: how much longer a request has to wait to come before one of the next higher priority.
     - `share_prefixes`, `min_shared_tokens`: whether a prompt's beginning is taken from what was computed
       before, and the fewest tokens for which it is.

@@ -5,7 +5,7 @@ from .step_time import StepShape, StepTimeModel
 # Without a target, a step that a prompt shares may take this many times one without it, which gives prompts
 # more than half of the time; and more, where more prompts than answers could go on: a decode reads all
 # weights for few answers or many, so it pays to have many soon.
-DEFAULT_RATIO = 2.7
+DEFAULT_RATIO = 2.95
 # While nothing was measured.
 FIRST_CHUNK = 32
 # Steps that find memory before larger ones are tried again.

@@ -39,7 +39,7 @@ class LLM:
     - `cache`: whether our kernels keep the weights as they read them in a file, in the artifact's folder
       `cache` or else the user's cache folder, and map that file from then on.
     - `target_token_ms`: how long a step in which answers go on may be made by the prompts of others, in
-      milliseconds; without one, 2.7 times what it takes without them.
+      milliseconds; without one, 2.95 times what it takes without them.
     - `speculation`: what guesses tokens ahead, which changes none of them: "ngram", the text itself; the path
       of a smaller model with the same tokens, which counts toward the memory budget; "off"; "auto", "ngram"
       on our kernels. As much is guessed as is measured to pay.
