@@ -34,6 +34,8 @@ static nb::dict cpu_info_dict() {
 
 NB_MODULE(_kernels, m) {
     m.doc() = "Nybble's C++ code.";
+    // The sampler of a process lives until its end, when nanobind would call it leaked.
+    nb::set_leak_warnings(false);
     m.def("cpu_info", &cpu_info_dict, "What this CPU is: its brand, usable instruction sets and caches.");
     nybble::bind_decoder(m);
     nybble::bind_measure(m);

@@ -11,9 +11,11 @@
 namespace nybble {
 namespace {
 
-// Longer than a phase of a step, and than the Python side between two steps. Measured by the clock: a pause
-// takes 10 times longer on some CPUs than on others.
-constexpr auto kSpin = std::chrono::microseconds(200);
+// How long a thread looks before it sleeps: longer than a phase of a step, and longer than the Python side
+// between two steps, which takes most for many sequences; to be woken costs each step a twentieth. Measured by
+// the clock: a pause takes 10 times longer on some CPUs than on others.
+constexpr auto kSpinInStep = std::chrono::microseconds(200);
+constexpr auto kSpinBetweenSteps = std::chrono::microseconds(1500);
 constexpr int kPausesPerLook = 64;  // between two looks at the clock
 
 inline void pause() {
@@ -24,8 +26,8 @@ inline void pause() {
 #endif
 }
 
-void wait_while(const std::atomic<uint32_t>& value, uint32_t old) {
-    const auto end = std::chrono::steady_clock::now() + kSpin;
+void wait_while(const std::atomic<uint32_t>& value, uint32_t old, std::chrono::microseconds spin) {
+    const auto end = std::chrono::steady_clock::now() + spin;
     do {
         for (int i = 0; i < kPausesPerLook; ++i) {
             if (value.load(std::memory_order_acquire) != old) return;
@@ -80,7 +82,7 @@ void ThreadPool::abandon() {
 
 void ThreadPool::loop(int thread, uint32_t seen) {
     for (;;) {
-        wait_while(generation_, seen);
+        wait_while(generation_, seen, kSpinBetweenSteps);
         seen = generation_.load(std::memory_order_acquire);
         if (stop_) return;
         work_(context_, thread);
@@ -110,7 +112,7 @@ void ThreadPool::barrier() {
         phase_.store(phase + 1);
         phase_.notify_all();
     } else {
-        wait_while(phase_, phase);
+        wait_while(phase_, phase, kSpinInStep);
     }
 }
 
