@@ -5,7 +5,6 @@ import logging
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, get_args
 
@@ -194,6 +193,8 @@ def _half_of(name: str) -> Format | None:
 
 def _versions() -> dict[str, str]:
     """What the weights' bytes may depend on: the interpreter, and the libraries that computed them."""
+    from importlib.metadata import PackageNotFoundError, version  # brings in much that running does not need
+
     from .. import __version__
 
     found = {"nybble": __version__, "python": platform.python_version()}
