@@ -12,8 +12,8 @@ namespace nybble {
 namespace {
 
 // How long a thread looks before it sleeps: longer than a phase of a step, and longer than the Python side
-// between two steps, which takes most for many sequences; to be woken costs each step a twentieth. Measured by
-// the clock: a pause takes 10 times longer on some CPUs than on others.
+// between two steps, which takes most for many sequences; to be woken costs each step a twentieth. Measured
+// by the clock: a pause takes 10 times longer on some CPUs than on others.
 constexpr auto kSpinInStep = std::chrono::microseconds(200);
 constexpr auto kSpinBetweenSteps = std::chrono::microseconds(1500);
 constexpr int kPausesPerLook = 64;  // between two looks at the clock
