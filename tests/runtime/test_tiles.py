@@ -94,6 +94,7 @@ def rounded(x: NDArray[np.float32]) -> NDArray[np.float64]:
     padded[:, : x.shape[1]] = x
     slices = padded.reshape(len(x), -1, 32)
     scale = np.abs(slices).max(axis=2, keepdims=True) / np.float32(127)
+    scale = ((scale.view(np.uint32) + 3) & ~np.uint32(3)).view(np.float32)  # up to 22 bits
     integers = np.rint(slices * (np.float32(1) / scale))
     values = integers.astype(np.float64) * scale
     return values.reshape(padded.shape)[:, : x.shape[1]]
