@@ -259,11 +259,11 @@ class Engine:
         elif not chunk.completes:
             self._scheduler.advance(chunk, chunk.count)
         else:
-            forks = sequence.num_output == 0 and request.samples > 1
+            others = self._others(sequence)
             kept = choose_tokens(chunk, rows, self._recorder, now, self._speculator)
             self._scheduler.advance(chunk, kept)
-            if forks:
-                self._fork(sequence, rows, now)
+            for other in others:
+                self._begin(other, rows, now)
             if (
                 len(sequence.tokens) >= self._max_model_len
                 and not sequence.ended
@@ -271,14 +271,18 @@ class Engine:
             ):
                 self._scheduler.restart(sequence, slid(sequence.tokens, request.n_keep))
 
-    def _fork(self, sequence: Sequence, rows: Rows, now: float) -> None:
-        """The request's other answers begin where its prompt ends."""
-        for index in range(1, sequence.request.samples):
-            other = sequence.fork(index, self.cache.sequence())
-            self._scheduler.fork(sequence, other)
-            choose_tokens(Chunk(other, 0), rows, self._recorder, now)
-            if other.ended:
-                self._retire(other)
+    def _others(self, sequence: Sequence) -> list[Sequence]:
+        """The request's other answers, forked where its prompt ends, before the first one has a token."""
+        if sequence.num_output or sequence.index:
+            return []
+        return [sequence.fork(i, self.cache.sequence()) for i in range(1, sequence.request.samples)]
+
+    def _begin(self, other: Sequence, rows: Rows, now: float) -> None:
+        """A forked answer shares the first one's pages, and takes its first token from the same row."""
+        self._scheduler.fork(other.first, other)
+        choose_tokens(Chunk(other, 0), rows, self._recorder, now)
+        if other.ended:
+            self._retire(other)
 
     def _propose(self, sequences: Listed[Sequence], room: int) -> Listed[Listed[int]]:
         assert self._speculator is not None

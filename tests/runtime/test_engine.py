@@ -548,6 +548,15 @@ class TestSeveralAnswers:
         run(engine)
         assert sequence.finished
 
+    def test_what_the_first_answer_says_is_nothing_to_the_others(self, make_engine: Make) -> None:
+        settings: list[dict[str, Any]] = [
+            {"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"repetition_penalty": 5.0},
+        ]  # fmt: skip
+        for penalty in settings:
+            alone = answer(make_engine(), PROMPT, temperature=0.0, max_tokens=12, **penalty).output()
+            together = answer(make_engine(), PROMPT, n=3, temperature=0.0, max_tokens=12, **penalty).output()
+            assert [each.token_ids for each in together.outputs] == [alone.token_ids] * 3
+
     def test_best_of_gives_the_most_likely_first(self, make_engine: Make, make_executor: Make) -> None:
         executor = make_executor()
         sequence = answer(
@@ -590,10 +599,10 @@ class TestSeveralAnswers:
     ) -> None:
         engine = make_engine()
 
-        def fork(self: Sequence, index: int, blocks: Any) -> Sequence:
+        def fork(sequence: Sequence, other: Sequence) -> None:
             raise RuntimeError("x")
 
-        monkeypatch.setattr(Sequence, "fork", fork)
+        monkeypatch.setattr(engine._scheduler, "fork", fork)
         sequence = answer(engine, PROMPT, n=2, max_tokens=1)
         assert isinstance(sequence.error, ExecutorError)
         assert sequence.finish_reason is not None  # it had ended before
