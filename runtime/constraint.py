@@ -1,6 +1,7 @@
 """Constrained answers: which tokens may come next, by a grammar, over the `llguidance` library."""
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -90,6 +91,7 @@ class Constraints:
             reason = matcher.get_error()
             if name.startswith("json"):  # without the grammar around it
                 reason = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text)) or reason
+            reason = re.split(r"\n *\d+ \| ", reason)[0]  # without the lines of the grammar around it
             raise SettingError(f"{name} cannot be used: {one_line(ValueError(reason))}")
         # What the first masks of a grammar need is computed once, here and not between steps.
         matcher.deep_copy().compute_bitmask()

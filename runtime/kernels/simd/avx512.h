@@ -35,7 +35,6 @@ inline I32 load_int(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 inline void store_int(int32_t* p, I32 a) { _mm512_storeu_si512(p, a.v); }
 inline I32 set1(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline I32 add(I32 a, I32 b) { return {_mm512_add_epi32(a.v, b.v)}; }
-inline I32 sub(I32 a, I32 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 // Products whose factors fit in 16 bits.
 inline I32 mul_16(I32 a, I32 b) { return {_mm512_madd_epi16(a.v, b.v)}; }
 inline I32 round_to_int(F32 a) { return {_mm512_cvtps_epi32(a.v)}; }

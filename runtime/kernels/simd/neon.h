@@ -72,9 +72,6 @@ inline I32 set1(int32_t x) {
 inline I32 add(I32 x, I32 y) {
     return quarters<I32>([&](int i) { return vaddq_s32(x.v[i], y.v[i]); });
 }
-inline I32 sub(I32 x, I32 y) {
-    return quarters<I32>([&](int i) { return vsubq_s32(x.v[i], y.v[i]); });
-}
 inline I32 mul_16(I32 x, I32 y) {
     return quarters<I32>([&](int i) { return vmulq_s32(x.v[i], y.v[i]); });
 }
