@@ -208,9 +208,8 @@ class Engine:
             self.abort(request_id)
 
     def _advance(self, chunks: list[Chunk[Sequence]], started: float) -> None:
-        before = self._clock()
         try:
-            logits = self._run(chunks)
+            logits, executor_seconds = self._run(chunks)
         except (MemoryError, AllocationError) as error:
             if not self._scheduler.shrink(chunks):
                 self._fail_all(chunks, error)
@@ -219,7 +218,7 @@ class Engine:
         else:
             now, shape = self._clock(), shape_of(chunks)
             self._commit(chunks, logits, now)
-            step = StepStatistics(shape, self._clock() - started, now - before)
+            step = StepStatistics(shape, self._clock() - started, executor_seconds)
             self._scheduler.observe(shape, step.seconds)
             if self._speculator is not None and not shape.prefills:
                 self._speculator.observe_step(shape.decodes, shape.draft_tokens, step.seconds)
@@ -227,14 +226,17 @@ class Engine:
             if self._on_step is not None:
                 self._on_step(step)
 
-    def _run(self, chunks: list[Chunk[Sequence]]) -> NDArray[np.float32]:
+    def _run(self, chunks: list[Chunk[Sequence]]) -> tuple[NDArray[np.float32], float]:
+        """The logits, and the seconds that the executor took."""
         batch = build_batch(chunks)
         self._copies.make()
+        before = self._clock()
         logits = self._executor.step(batch)
+        seconds = self._clock() - before
         expected = (len(batch.logit_rows), self._vocab_size)
         if logits.shape != expected:
             raise ExecutorError(f"the executor returned logits of shape {logits.shape}; expected {expected}")
-        return logits
+        return logits, seconds
 
     def _commit(self, chunks: list[Chunk[Sequence]], logits: NDArray[np.float32], now: float) -> None:
         row, best = 0, self._executor.best_tokens

@@ -119,7 +119,7 @@ class LLM:
         except BaseException:
             loaded.close()
             raise
-        self._requests = RequestMaker(loaded.tokenizer, loaded.max_model_len)
+        self._requests = RequestMaker(loaded.tokenizer, loaded.max_model_len, engine.prepare)
         self._loop = EngineLoop(engine, loaded.close)
 
     @staticmethod

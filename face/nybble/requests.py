@@ -1,7 +1,7 @@
 """From what a caller asks to `Request`s: what `LLM` and `AsyncLLM` share."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
@@ -48,11 +48,16 @@ class Asked:
 
 
 class RequestMaker:
-    """Checks prompts and settings and makes requests of them. Safe to use from several threads."""
+    """Checks prompts and settings and makes requests of them. Safe to use from several threads. `prepare`
+    does what takes long for a request's settings: here, and not on the engine's thread, where all would
+    wait."""
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, max_model_len: int, prepare: Callable[[SamplingParams], None]
+    ) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
+        self._prepare = prepare
         self._ids = itertools.count()
 
     def of_prompts(
@@ -145,6 +150,7 @@ class RequestMaker:
             ids, text = self._tokenizer.check_ids(prompt), None
         else:
             raise RequestError(f"a prompt is a {type(prompt).__name__}; expected text or token ids")
+        self._prepare(params)
         return Request(str(next(self._ids)), tuple(ids), params, prompt=text, score=score, **scheduling)
 
 
