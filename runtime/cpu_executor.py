@@ -29,8 +29,8 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}
 
 
 class CpuExecutor:
-    """Runs a quantized model on the processor. The weights are repacked tensor by tensor, so that no more
-    than one of them is held twice."""
+    """Runs a quantized model on the processor. The weights are repacked a few rows at a time, so that none is
+    held twice."""
 
     def __init__(
         self, weights: LogicalWeights, *, threads: int, max_position: int | None = None, isa: str = ""

@@ -12,13 +12,15 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from ..errors import ModelFormatError
 from ..export.artifact import CACHE_FOLDER
 from ..export.atomic_file import new_file
 from ..export.weights import LogicalWeights
 from ..models.spec import ModelSpec
-from .packed_file import MappedWeights, UnusableFile, file_parts, read_packed, same_part, write_packed
-from .packed_weights import FreshlyPacked, PackedSource
+from .packed_file import MappedWeights, UnusableFile, form_of, read_packed, write_packed
+from .packed_weights import FreshlyPacked, PackedLinear, PackedSource, Packing, PackingSource
 
 FILE_NAME = "packed.bin"
 
@@ -69,9 +71,26 @@ def check_packed(folder: Path, digest: str, spec: ModelSpec, weights: Callable[[
             continue
         expected = FreshlyPacked(weights())
         for name, shape in spec.tensors().items():
-            one, other = (list(file_parts(x, name, len(shape) == 2)) for x in (found, expected))
-            if len(one) != len(other) or not all(map(same_part, one, other)):
+            if len(shape) == 2:
+                same = _same_linear(found.linear(name), expected.packing(name))
+            else:
+                same = np.array_equal(found.vector(name), expected.vector(name))
+            if not same:
                 raise ModelFormatError(f"{file}: {name} is not the artifact's; delete this file")
+
+
+def _same_linear(found: PackedLinear, expected: Packing) -> bool:
+    one, other = found.permutation, expected.permutation
+    if form_of(found) != form_of(expected) or (one is None) != (other is None):
+        return False
+    if one is not None and other is not None and not np.array_equal(one, other):
+        return False
+    at = 0
+    for piece in expected.pieces():
+        if not np.array_equal(found.tiles[at : at + len(piece)], piece):
+            return False
+        at += len(piece)
+    return True
 
 
 def cache_files(folder: Path | None, digest: str) -> tuple[Path, ...]:
@@ -95,8 +114,8 @@ def open_packed(file: Path, spec: ModelSpec, digest: str) -> MappedWeights:
         os.close(descriptor)
 
 
-def build_packed(file: Path, source: PackedSource, digest: str) -> MappedWeights:
-    """Writes a cache file, tensor by tensor, and maps it. It appears whole or not at all; of several writers
+def build_packed(file: Path, source: PackingSource, digest: str) -> MappedWeights:
+    """Writes a cache file, piece by piece, and maps it. It appears whole or not at all; of several writers
     the last one's stays. Raises `OSError` where it cannot be written, and what the source raises."""
     if file.parent.is_symlink():  # an artifact made elsewhere must not choose where to write
         raise OSError(0, f"{file.parent} is a symbolic link")
