@@ -5,7 +5,7 @@ from .memory_plan import ExecutorKind, MemoryPlan, RunSettings
 from .model_bytes import kv_bytes_per_token, weight_bytes
 from .planner import check_fit, fit_sequences, plan_memory
 from .probe import Machine, probe
-from .process import peak_resident_bytes
+from .process import give_back_freed_memory, peak_resident_bytes
 from .profile import DeviceProfile, KvDtype, Provider, load_profile
 from .report import describe, describe_profile, machine_json, profile_json
 from .resolve import list_profiles, resolve_device
@@ -26,6 +26,7 @@ __all__ = [
     "describe_profile",
     "fit_sequences",
     "format_bytes",
+    "give_back_freed_memory",
     "kernel_sets",
     "kv_bytes_per_token",
     "list_profiles",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..devices.process import give_back_freed_memory
 from ..errors import ModelFormatError
 from ..export.artifact import CACHE_FOLDER
 from ..export.atomic_file import new_file
@@ -123,4 +124,5 @@ def build_packed(file: Path, source: PackingSource, digest: str) -> MappedWeight
     with new_file(file) as output:
         write_packed(output, source, digest)
         output.flush()
+        give_back_freed_memory()
         return read_packed(output.fileno(), source.spec, digest)

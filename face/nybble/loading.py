@@ -15,6 +15,7 @@ from .devices import (
     RunSettings,
     choose_isa,
     fit_sequences,
+    give_back_freed_memory,
     parse_memory_budget,
     resolve_device,
 )
@@ -102,6 +103,7 @@ def load(
                 run = replace(run, budget=budget - draft.bytes)
             plan = fit_sequences(run, max_sequences)
             tokenizer, digest = Tokenizer(model.tokenizer_files), model.digest
+            give_back_freed_memory()
             opened = (
                 _open_ort(model, profile, providers, threads)
                 if kind == "ort" and isinstance(model, RunnableArtifact)
