@@ -154,9 +154,8 @@ class Tokenizer:
         without a token have none."""
         found = self._token_bytes.get(token)
         if found is None:
-            text = self._tokenizer.id_to_token(token)
-            shown = text is not None and token not in self._special_ids
-            found = self._token_bytes[token] = byte_level_bytes(text) if shown else b""
+            text = None if token in self._special_ids else self._tokenizer.id_to_token(token)
+            found = self._token_bytes[token] = b"" if text is None else byte_level_bytes(text)
         return found
 
     def is_byte_token(self, token: int) -> bool:
