@@ -41,6 +41,11 @@ class PackedLinear:
     slices_per_group: int
     permutation: NDArray[np.int32] | None = None  # stored column j is the input's column permutation[j]
 
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of 16 rows."""
+        return self.tiles.nbytes // -(-self.rows // TILE_ROWS)
+
 
 class Packing:
     """How one linear layer is packed: the form of its tiles, and the tiles a few at a time. Rows are padded
