@@ -29,13 +29,19 @@ def main() -> None:
 
     def opened(path: str | Path, format: str, executor: Any) -> Runnable:
         model = MODELS.get(str(path))
-        return replace(model, tokenizer=Path(case["tokenizer"])) if model else open_runnable(path, format, executor)
+        return (
+            replace(model, tokenizer=Path(case["tokenizer"]))
+            if model
+            else open_runnable(path, format, executor)
+        )
 
     nybble.loading.open_runnable = opened
     context, sequences = case["context"], case["sequences"]
     settings = {"kv_dtype": case["kv_dtype"], "threads": case["threads"]}
     limits = {"max_model_len": context, "max_sequences": sequences}
-    with LLM(case["model"], DEVICE, "cpu", cache=case["cache"], memory_budget="16GB", **limits, **settings) as llm:
+    with LLM(
+        case["model"], DEVICE, "cpu", cache=case["cache"], memory_budget="16GB", **limits, **settings
+    ) as llm:
         # All that a run may do: every sequence at the end of its context at once, sampling, log-probabilities, a
         # score.
         vocab = llm._loaded.executor.spec.vocab_size
