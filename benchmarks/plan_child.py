@@ -1,7 +1,7 @@
 """One run in a process of its own, for `benchmarks/plan.py`: what was planned and what was measured, as JSON.
 
-Takes the case as JSON: `model` (a path, an alias or a seeded model's name), `context`, `sequences`, `kv_dtype`,
-`cache`, and `lengths`, at which decode is timed after everything else. Little is imported, since that counts.
+Takes the case as JSON: `model` (a path, an alias or a seeded model's name), `tokenizer` (the folder with a
+seeded model's), `context`, `sequences`, `kv_dtype`, `threads`, `cache`. Little is imported, since that counts.
 """
 
 import json

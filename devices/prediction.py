@@ -28,8 +28,8 @@ class Efficiency:
     chunk_attention: float
 
 
-# Kernels with a dot-product instruction (AVX-512 VNNI, AVX-VNNI, NEON). Measured with the first, SmolLM2 on
-# two cores: 77 % of the bandwidth in a decode step, two thirds of the integer rate in the products of a prompt.
+# Kernels with a dot-product instruction (AVX-512 VNNI, AVX-VNNI, NEON). After the first, with SmolLM2 on two
+# cores: 77 % of the bandwidth in a whole decode step, two thirds of the integer rate in a prompt's products.
 DOT = Efficiency({4: 0.85, 8: 0.85}, {4: 0.65, 8: 0.65}, 0.05, 0.13)
 # Without one, where 8-bit weights are widened to 16 bits first. Measured with AVX2 on two cores of an EPYC:
 # `benchmarks/plan.py`.
