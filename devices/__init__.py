@@ -1,19 +1,24 @@
 """What machine is this, and what fits?"""
 
+from .disk import DiskRate, disk_read_rate
+from .gpu import Gpu
 from .kernels import MachineLimits, choose_isa, kernel_sets, measure_limits
+from .limits_cache import measure_and_keep
 from .memory_plan import ExecutorKind, MemoryPlan, RunSettings
 from .model_bytes import kv_bytes_per_token, weight_bytes
 from .planner import check_fit, fit_sequences, plan_memory
-from .probe import Machine, probe
+from .probe import Machine, measured, probe
 from .process import peak_resident_bytes
 from .profile import DeviceProfile, KvDtype, Provider, load_profile
-from .report import describe, describe_profile, machine_json, profile_json
+from .report import describe, describe_disk, describe_profile, machine_json, profile_json
 from .resolve import list_profiles, resolve_device
 from .sizes import format_bytes, parse_bytes, parse_memory_budget
 
 __all__ = [
     "DeviceProfile",
+    "DiskRate",
     "ExecutorKind",
+    "Gpu",
     "KvDtype",
     "Machine",
     "MachineLimits",
@@ -23,7 +28,9 @@ __all__ = [
     "check_fit",
     "choose_isa",
     "describe",
+    "describe_disk",
     "describe_profile",
+    "disk_read_rate",
     "fit_sequences",
     "format_bytes",
     "kernel_sets",
@@ -31,7 +38,9 @@ __all__ = [
     "list_profiles",
     "load_profile",
     "machine_json",
+    "measure_and_keep",
     "measure_limits",
+    "measured",
     "parse_bytes",
     "parse_memory_budget",
     "peak_resident_bytes",
