@@ -43,6 +43,7 @@ def disk_read_rate(path: str | Path, *, seconds: float = _SECONDS) -> DiskRate:
 @contextmanager
 def _large_file(path: Path) -> Iterator[Path]:
     """A file on the path's file system, large enough to time."""
+    path.stat()  # which says so where there is nothing
     found = [path] if path.is_file() else [entry for entry in path.rglob("*") if entry.is_file()]
     largest = max(found, key=lambda entry: entry.stat().st_size, default=None)
     if largest is not None and largest.stat().st_size >= _SMALLEST_FILE:

@@ -55,4 +55,4 @@ def test_a_file_system_without_direct_reads_is_read_all_the_same(
 
 def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="absent"):
-        disk_read_rate(tmp_path / "absent" / "deeper")
+        disk_read_rate(tmp_path / "absent")
