@@ -2,11 +2,13 @@
 
 from .disk import DiskRate, disk_read_rate
 from .gpu import Gpu
+from .heat import read_heat, slowed
 from .kernels import MachineLimits, choose_isa, kernel_sets, measure_limits
 from .limits_cache import measure_and_keep
 from .memory_plan import ExecutorKind, MemoryPlan, RunSettings
 from .model_bytes import kv_bytes_per_token, weight_bytes
 from .planner import check_fit, fit_sequences, plan_memory
+from .power import Energy, PowerMeter
 from .probe import Machine, measured, probe
 from .process import peak_resident_bytes
 from .profile import DeviceProfile, KvDtype, Provider, load_profile
@@ -17,12 +19,14 @@ from .sizes import format_bytes, parse_bytes, parse_memory_budget
 __all__ = [
     "DeviceProfile",
     "DiskRate",
+    "Energy",
     "ExecutorKind",
     "Gpu",
     "KvDtype",
     "Machine",
     "MachineLimits",
     "MemoryPlan",
+    "PowerMeter",
     "Provider",
     "RunSettings",
     "check_fit",
@@ -47,6 +51,8 @@ __all__ = [
     "plan_memory",
     "probe",
     "profile_json",
+    "read_heat",
     "resolve_device",
+    "slowed",
     "weight_bytes",
 ]
