@@ -10,11 +10,12 @@ from .model_bytes import kv_bytes_per_token, weight_bytes
 from .planner import check_fit, fit_sequences, plan_memory
 from .power import Energy, PowerMeter
 from .probe import Machine, measured, probe
-from .process import peak_resident_bytes
-from .profile import DeviceProfile, KvDtype, Provider, load_profile
+from .process import peak_resident_bytes, reset_peak_resident
+from .profile import DeviceProfile, KvDtype, Provider, Speculation, load_profile
 from .report import describe, describe_disk, describe_profile, machine_json, profile_json
 from .resolve import list_profiles, resolve_device
 from .sizes import format_bytes, parse_bytes, parse_memory_budget
+from .tuned import save_tuned, with_tuned
 
 __all__ = [
     "DeviceProfile",
@@ -29,6 +30,7 @@ __all__ = [
     "PowerMeter",
     "Provider",
     "RunSettings",
+    "Speculation",
     "check_fit",
     "choose_isa",
     "describe",
@@ -52,7 +54,10 @@ __all__ = [
     "probe",
     "profile_json",
     "read_heat",
+    "reset_peak_resident",
     "resolve_device",
+    "save_tuned",
     "slowed",
     "weight_bytes",
+    "with_tuned",
 ]

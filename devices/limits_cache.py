@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeGuard
 
@@ -53,17 +53,17 @@ def load_limits(key: LimitsKey) -> MachineLimits | None:
 
 
 def measure_and_keep(key: LimitsKey) -> MachineLimits:
-    """Measures for about half a second, as `measure_limits` does and raising what it does, and keeps the
-    result in place of an earlier one; where it can't be kept, a line in the log says so."""
-    limits = measure_limits(key.threads, key.isa)
-    file = key.file
+    """Measures for about half a second, as `measure_limits` does and raising what it does. The better of this
+    and what was kept is returned and kept, since other processes only ever make a measurement worse; where
+    it can't be kept, a line in the log says so."""
+    now, before, file = measure_limits(key.threads, key.isa), load_limits(key), key.file
+    rates = {name: max(getattr(each, name) for each in (now, before or now)) for name in _RATES}
     if file is not None:
-        rates = {name: getattr(limits, name) for name in _RATES}
         try:
             replace_text(file, json.dumps(asdict(key) | rates, indent=2) + "\n")
         except OSError as error:
             log.info("%s: measured limits cannot be kept: %s", file, error.strerror)
-    return limits
+    return replace(now, **rates)
 
 
 def _is_rate(value: object) -> TypeGuard[float]:

@@ -21,6 +21,7 @@ from .devices import (
     read_heat,
     resolve_device,
     slowed,
+    with_tuned,
 )
 from .errors import DoesNotFitError, SettingError
 from .kvcache import KvCache
@@ -128,6 +129,7 @@ def bench(
     memory_budget: int | float | str | None = None,
     kv_dtype: str | None = None,
     cache: bool = True,
+    tuned: bool = True,
     progress: Report | None = None,
 ) -> Benchmark:
     """Times prompts of `prefill` tokens, and steps of 1, 4, ... `sequences` that have `decode` tokens, on the
@@ -137,10 +139,13 @@ def bench(
 
     Raises `SettingError` for a value out of range and what `LLM` raises, before anything is measured.
     """
-    profile = resolve_device(device)
+    machine = probe(providers=False)
+    profile = resolve_device(device, machine)
     kind = choose_executor(executor, profile, providers)
     with closing(open_runnable(path, format, kind)) as model:
         spec, recipe = model.spec, model.recipe
+        if tuned and device == "auto" and kind == "cpu":
+            profile = with_tuned(profile, model.digest, machine)
     counts = threads or (profile.threads,)
     for name, values, least in (
         ("prefill", prefill or (), 1),
@@ -163,6 +168,7 @@ def bench(
         max_batch_tokens=None,
         kv_dtype=kv_dtype,
         cache=cache,
+        tuned=tuned,
     )
     rows: list[Row] = []
     omitted: dict[Case, str] = {}
@@ -178,7 +184,6 @@ def bench(
                 isa = loaded.executor.isa if isinstance(loaded.executor, CpuExecutor) else None
                 kv_used, weights = loaded.executor.kv_layout.kv_dtype, loaded.executor.weight_bytes
     peak = peak_resident_bytes()
-    machine = probe(providers=False)
     keys = [] if isa is None else [machine.limits_key(count, isa) for count in counts]
     return Benchmark(
         spec,

@@ -60,7 +60,7 @@ def command(
     from ..benchmarking import SEQUENCES, bench
 
     if plot is not None:
-        from .bench_plot import check_plot
+        from .plot_file import check_plot
 
         check_plot(plot)
     with progress() as report:

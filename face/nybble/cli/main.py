@@ -16,6 +16,7 @@ COMMANDS = {
     "chat": "Talk to a model in the terminal.",
     "info": "Show what an artifact holds.",
     "bench": "Measure a model's speed and its share of what this machine can do.",
+    "tune": "Find the settings that suit a model on this machine, and keep them.",
     "verify": "Check an artifact: checksums, integers of both halves, logits.",
     "devices": "Show this machine and the device profiles.",
 }
