@@ -4,8 +4,19 @@ import sys
 from pathlib import Path
 
 
+def reset_peak_resident(root: Path = Path("/")) -> bool:
+    """Makes `peak_resident_bytes` begin again from what is resident now; False where no system does."""
+    try:
+        # https://docs.kernel.org/filesystems/proc.html: 5 resets the peak resident set size.
+        (root / "proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
 def peak_resident_bytes(root: Path = Path("/")) -> int | None:
-    """The most memory that this process has had resident at once, in bytes; None where no system says."""
+    """The most memory that this process has had resident at once, in bytes, since it began or
+    `reset_peak_resident`; None where no system says."""
     try:
         status = (root / "proc/self/status").read_text(encoding="utf-8", errors="replace")
     except OSError:

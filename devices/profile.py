@@ -15,6 +15,7 @@ from .sizes import parse_bytes, parse_memory_budget
 
 KvDtype = Literal["f32", "f16", "int8"]
 MemoryKind = Literal["host", "unified", "gpu"]
+Speculation = Literal["auto", "off", "ngram"]
 
 _LARGEST_FILE = 64 * 1024
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}", re.IGNORECASE)
@@ -47,6 +48,7 @@ class DeviceProfile:
     kv_dtype: KvDtype
     token_budget: int  # most new tokens in one step (`max_batch_tokens`)
     context: int  # most tokens of one sequence, prompt and answer (`max_model_len`)
+    speculation: Speculation | None = None  # None: "auto"
     # What prompts may make of the time between two tokens of an answer; None: 2.7 times as much.
     target_token_ms: float | None = None
     integer_rate: float | None = None  # int8 dot product, operations per second; None: not measured
@@ -238,5 +240,6 @@ _FIELDS: dict[str, tuple[Callable[[object, str], object], bool]] = {
     "kv_dtype": (_one_of("f32", "f16", "int8"), True),
     "token_budget": (_whole(1, 2**20), True),
     "context": (_whole(1, 2**24), True),
+    "speculation": (_one_of("auto", "off", "ngram"), False),
     "target_token_ms": (_milliseconds, False),
 }

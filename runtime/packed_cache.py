@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from ..devices.user_files import cache_folder
 from ..errors import ModelFormatError
 from ..export.artifact import CACHE_FOLDER
 from ..export.atomic_file import new_file
@@ -77,10 +78,9 @@ def check_packed(folder: Path, digest: str, spec: ModelSpec, weights: Callable[[
 def cache_files(folder: Path | None, digest: str) -> tuple[Path, ...]:
     """Where a model's packed weights are looked for and kept, best first."""
     files = [] if folder is None else [folder / CACHE_FOLDER / FILE_NAME]
-    user = os.environ.get("XDG_CACHE_HOME", "")
-    user = user if os.path.isabs(user) else os.path.expanduser("~/.cache")
-    if os.path.isabs(user):  # there may be no home
-        files.append(Path(user, "nybble", f"{digest}-{FILE_NAME}"))
+    user = cache_folder()
+    if user is not None:
+        files.append(user / f"{digest}-{FILE_NAME}")
     return tuple(files)
 
 
