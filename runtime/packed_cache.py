@@ -16,6 +16,7 @@ import numpy as np
 
 from ..devices.process import give_back_freed_memory
 from ..devices.residency import ResidencyPlan
+from ..devices.user_files import cache_folder
 from ..errors import ModelFormatError
 from ..export.artifact import CACHE_FOLDER
 from ..export.atomic_file import new_file
@@ -103,10 +104,9 @@ def _same_linear(found: PackedLinear, expected: Packing) -> bool:
 def cache_files(folder: Path | None, digest: str) -> tuple[Path, ...]:
     """Where a model's packed weights are looked for and kept, best first."""
     files = [] if folder is None else [folder / CACHE_FOLDER / FILE_NAME]
-    user = os.environ.get("XDG_CACHE_HOME", "")
-    user = user if os.path.isabs(user) else os.path.expanduser("~/.cache")
-    if os.path.isabs(user):  # there may be no home
-        files.append(Path(user, "nybble", f"{digest}-{FILE_NAME}"))
+    user = cache_folder()
+    if user is not None:
+        files.append(user / f"{digest}-{FILE_NAME}")
     return tuple(files)
 
 

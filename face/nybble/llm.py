@@ -44,6 +44,11 @@ class LLM:
       of a smaller model with the same tokens, which counts toward the memory budget; "off"; "auto", "ngram"
       on our kernels. As much is guessed as is measured to pay.
 
+    - `low_power`: fewer joules for slower answers: half of the device's threads unless `threads` says how
+      many, which on our kernels sleep as soon as they wait.
+    - `tuned`: whether what `nybble tune` found for this model on this CPU stands in for the defaults of
+      threads, token budget, KV type and speculation, where `device` is "auto" and our kernels run.
+
     - `max_waiting`, `max_waiting_tokens`: how many requests, and tokens of theirs, may wait before another is
       refused with `QueueFull`; not bounded by default.
     - `share_prefixes`, `min_shared_tokens`: whether a prompt's beginning is taken from what was computed
@@ -74,6 +79,8 @@ class LLM:
         cache: bool = True,
         target_token_ms: float | None = None,
         speculation: str | Path = "auto",
+        low_power: bool = False,
+        tuned: bool = True,
         max_waiting: int | None = None,
         max_waiting_tokens: int | None = None,
         share_prefixes: bool = True,
@@ -95,6 +102,8 @@ class LLM:
             cache=cache,
             target_token_ms=target_token_ms,
             speculation=speculation,
+            low_power=low_power,
+            tuned=tuned,
         )
         self._start(
             loaded,

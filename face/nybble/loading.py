@@ -17,7 +17,9 @@ from .devices import (
     fit_sequences,
     give_back_freed_memory,
     parse_memory_budget,
+    probe,
     resolve_device,
+    with_tuned,
 )
 from .errors import ModelFormatError, SettingError
 from .runnable import Runnable, RunnableArtifact, open_runnable
@@ -68,6 +70,8 @@ def load(
     cache: bool,
     target_token_ms: float | None = None,
     speculation: str | Path = "off",
+    low_power: bool = False,
+    tuned: bool = True,
 ) -> Loaded:
     """Opens a model for `LLM`, whose parameters these are."""
     if executor not in ("auto", "cpu", "ort"):
@@ -75,16 +79,21 @@ def load(
     for name, value in (("threads", threads), ("max_batch_tokens", max_batch_tokens)):
         if value is not None and value < 1:
             raise SettingError(f"{name} is {value}; expected at least 1")
-    profile = resolve_device(device)
+    machine = probe(providers=False)
+    profile = resolve_device(device, machine)
     budget = profile.memory_budget
     if memory_budget is not None:
         budget = parse_memory_budget(memory_budget, profile.memory_bytes)
     kind = choose_executor(executor, profile, providers)
     drafted = wants_draft(speculation)
-    max_batch_tokens = max_batch_tokens or profile.token_budget
-    threads = threads or profile.threads
     with ExitStack() as until_loaded:
         with closing(open_runnable(path, format, kind)) as model:
+            if tuned and device == "auto" and kind == "cpu":
+                profile = with_tuned(profile, model.digest, machine)
+            max_batch_tokens = max_batch_tokens or profile.token_budget
+            threads = threads or (max(1, profile.threads // 2) if low_power else profile.threads)
+            if speculation == "auto":
+                speculation = profile.speculation or "auto"
             run = RunSettings(
                 model.spec,
                 model.recipe,
@@ -107,7 +116,7 @@ def load(
             opened = (
                 _open_ort(model, profile, providers, threads)
                 if kind == "ort" and isinstance(model, RunnableArtifact)
-                else _open_cpu(model, threads, plan, max_batch_tokens, cache)
+                else _open_cpu(model, threads, plan, max_batch_tokens, cache, low_power)
             )
         try:
             opened.allocate_kv(plan.num_pages, plan.page_size, plan.kv_dtype)
@@ -170,13 +179,15 @@ def eos_token_ids(
 
 
 def _open_cpu(
-    model: Runnable, threads: int, plan: MemoryPlan, max_batch_tokens: int, cache: bool
+    model: Runnable, threads: int, plan: MemoryPlan, max_batch_tokens: int, cache: bool, low_power: bool
 ) -> Executor:
     from .runtime.cpu_executor import CpuExecutor
 
     choose_isa()  # a NYBBLE_ISA that is not there is refused before anything is packed
     executor = CpuExecutor.from_packed(model.packed(cache), threads=threads, max_position=plan.context)
     executor.reserve(max_batch_tokens, plan.sequences)
+    if low_power:
+        executor.save_power()
     return executor
 
 

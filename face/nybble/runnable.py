@@ -48,8 +48,8 @@ class Runnable(Protocol):
         ...
 
     @property
-    def linear_bytes(self) -> int | None:
-        """Bytes of the linear layers' tiles; None where they follow from the recipe."""
+    def linear_bytes(self) -> tuple[int, ...] | None:
+        """Bytes of each linear layer's tiles, in order; None where they follow from the recipe."""
         ...
 
     @property
@@ -138,11 +138,11 @@ class RunnableGguf:
         return self._source.quick_digest
 
     @property
-    def linear_bytes(self) -> int:
+    def linear_bytes(self) -> tuple[int, ...]:
         from .export.gguf_weights import kept_type
         from .runtime.packed_weights import ggml_tiles_bytes
 
-        return sum(
+        return tuple(
             ggml_tiles_bytes(
                 linear.out_features, linear.in_features, kept_type(self._source.type_of(linear.name))
             )
