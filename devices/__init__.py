@@ -9,24 +9,17 @@ from .kernels import MachineLimits, choose_isa, kernel_sets, measure_limits
 from .limits_cache import measure_and_keep
 from .memory_plan import ExecutorKind, MemoryPlan, RunSettings
 from .model_bytes import kv_bytes_per_token, weight_bytes
-<<<<<<< HEAD
-from .planner import check_fit, fit_sequences, plan_memory
-from .probe import Machine, probe
-from .process import give_back_freed_memory, peak_resident_bytes
-from .profile import DeviceProfile, KvDtype, Provider, load_profile
-from .report import describe, describe_profile, machine_json, profile_json
-=======
 from .planner import check_fit, fit_sequences
 from .plans import plan_memory
 from .power import Energy, PowerMeter
 from .prediction import Rates, Speeds, predict
 from .probe import Machine, measured, probe
-from .process import peak_resident_bytes, reset_peak_resident
+from .process import give_back_freed_memory, peak_resident_bytes, reset_peak_resident
 from .profile import DeviceProfile, KvDtype, Provider, Speculation, load_profile
 from .report import describe, describe_disk, describe_profile, machine_json, profile_json
 from .residency import ResidencyPlan
->>>>>>> plan
 from .resolve import list_profiles, resolve_device
+from .sharing import share_pages
 from .sizes import format_bytes, parse_bytes, parse_memory_budget
 from .tuned import save_tuned, with_tuned
 
@@ -77,6 +70,7 @@ __all__ = [
     "reset_peak_resident",
     "resolve_device",
     "save_tuned",
+    "share_pages",
     "slowed",
     "smallest_plan",
     "ways_to_fit",

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 
-<<<<<<< HEAD
 def give_back_freed_memory() -> None:
     """Returns freed heap to the system, which the C library else keeps for later: after a tokenizer was built
     that is some 15 to 30 MB. Nothing happens where the C library has no `malloc_trim`."""
@@ -14,7 +13,8 @@ def give_back_freed_memory() -> None:
     except (AttributeError, OSError, TypeError):  # musl, macOS; Windows
         return
     trim(ctypes.c_size_t(0))
-=======
+
+
 def reset_peak_resident(root: Path = Path("/")) -> bool:
     """Makes `peak_resident_bytes` begin again from what is resident now; False where no system does."""
     try:
@@ -23,7 +23,6 @@ def reset_peak_resident(root: Path = Path("/")) -> bool:
     except OSError:
         return False
     return True
->>>>>>> plan
 
 
 def peak_resident_bytes(root: Path = Path("/")) -> int | None:

@@ -9,6 +9,7 @@ change.
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import numpy as np
 from ..devices.process import give_back_freed_memory
 from ..devices.residency import ResidencyPlan
 from ..devices.user_files import cache_folder
-from ..errors import ModelFormatError
+from ..errors import ModelFormatError, OutputError
 from ..export.artifact import CACHE_FOLDER
 from ..export.atomic_file import new_file
 from ..export.weights import LogicalWeights
@@ -66,6 +67,24 @@ def load_packed(
         except UnusableFile as error:
             log.warning("%s: packed weights cannot be kept: %s", file, error)
     return source
+
+
+def pack_into_temporary(
+    folder: Path, source: PackingSource, digest: str, residency: ResidencyPlan
+) -> MappedWeights:
+    """Packed weights in a file without a name in `folder`, which is gone with its last user: for weights that
+    are streamed, so have to be in a file, where none is kept. Raises `OutputError`."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as output:
+            write_packed(output, source, digest)
+            output.flush()
+            give_back_freed_memory()
+            return read_packed(output.fileno(), folder / FILE_NAME, source.spec, digest, residency)
+    except OSError as error:
+        raise OutputError(
+            f"{folder}: packed weights cannot be written: {error.strerror}; memory_budget has them streamed "
+            "from a file: name another scratch_folder, or give more memory"
+        ) from error
 
 
 def check_packed(folder: Path, digest: str, spec: ModelSpec, weights: Callable[[], LogicalWeights]) -> None:
