@@ -14,11 +14,12 @@ from .plans import plan_memory
 from .power import Energy, PowerMeter
 from .prediction import Rates, Speeds, predict
 from .probe import Machine, measured, probe
-from .process import peak_resident_bytes, reset_peak_resident
+from .process import give_back_freed_memory, peak_resident_bytes, reset_peak_resident
 from .profile import DeviceProfile, KvDtype, Provider, Speculation, load_profile
 from .report import describe, describe_disk, describe_profile, machine_json, profile_json
 from .residency import ResidencyPlan
 from .resolve import list_profiles, resolve_device
+from .sharing import share_pages
 from .sizes import format_bytes, parse_bytes, parse_memory_budget
 from .tuned import save_tuned, with_tuned
 
@@ -48,6 +49,7 @@ __all__ = [
     "disk_read_rate",
     "fit_sequences",
     "format_bytes",
+    "give_back_freed_memory",
     "kernel_sets",
     "kv_bytes_per_token",
     "list_profiles",
@@ -68,6 +70,7 @@ __all__ = [
     "reset_peak_resident",
     "resolve_device",
     "save_tuned",
+    "share_pages",
     "slowed",
     "smallest_plan",
     "ways_to_fit",
