@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from ..devices.residency import ResidencyPlan
 from ..errors import ModelFormatError
 from ..export.artifact import CACHE_FOLDER
 from ..export.atomic_file import new_file
@@ -26,19 +27,24 @@ log = logging.getLogger("nybble")
 
 
 def load_packed(
-    folder: Path | None, digest: str, spec: ModelSpec, weights: Callable[[], LogicalWeights]
+    folder: Path | None,
+    digest: str,
+    spec: ModelSpec,
+    weights: Callable[[], LogicalWeights],
+    residency: ResidencyPlan | None = None,
 ) -> PackedSource:
     """A model's packed weights: mapped from its cache file, which is made first where none can be used;
     where none can be written either, packed as they are asked for.
 
     `folder` is the artifact, None for a model in another format, and `digest` tells it from others, in
-    hexadecimal. `weights` opens its tensors, and is called only to pack.
+    hexadecimal. `weights` opens its tensors, and is called only to pack. What `residency` streams is checked
+    without becoming resident.
     Raises what reading those raises; whatever is wrong with a cache file is one line in the log.
     """
     files = cache_files(folder, digest)
     for file in files:
         try:
-            return open_packed(file, spec, digest)
+            return open_packed(file, spec, digest, residency)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
@@ -50,7 +56,7 @@ def load_packed(
         try:
             if file.parent.parent != folder:
                 file.parent.parent.mkdir(parents=True, exist_ok=True)
-            return build_packed(file, source, digest)
+            return build_packed(file, source, digest, residency)
         except OSError as error:
             log.info("%s: packed weights cannot be kept: %s", file, error.strerror)
         except UnusableFile as error:
@@ -84,18 +90,22 @@ def cache_files(folder: Path | None, digest: str) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def open_packed(file: Path, spec: ModelSpec, digest: str) -> MappedWeights:
-    """The weights in a cache file, all of it checked. Raises `OSError`, and `UnusableFile` for a file that is
-    damaged, of another artifact or of another version."""
+def open_packed(
+    file: Path, spec: ModelSpec, digest: str, residency: ResidencyPlan | None = None
+) -> MappedWeights:
+    """The weights in a cache file, all of it checked, also what `residency` streams. Raises `OSError`, and
+    `UnusableFile` for a file that is damaged, of another artifact or of another version."""
     # Opening a pipe that someone put there must not wait for a writer.
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        return read_packed(descriptor, spec, digest)
+        return read_packed(descriptor, file, spec, digest, residency)
     finally:
         os.close(descriptor)
 
 
-def build_packed(file: Path, source: PackedSource, digest: str) -> MappedWeights:
+def build_packed(
+    file: Path, source: PackedSource, digest: str, residency: ResidencyPlan | None = None
+) -> MappedWeights:
     """Writes a cache file, tensor by tensor, and maps it. It appears whole or not at all; of several writers
     the last one's stays. Raises `OSError` where it cannot be written, and what the source raises."""
     if file.parent.is_symlink():  # an artifact made elsewhere must not choose where to write
@@ -104,4 +114,4 @@ def build_packed(file: Path, source: PackedSource, digest: str) -> MappedWeights
     with new_file(file) as output:
         write_packed(output, source, digest)
         output.flush()
-        return read_packed(output.fileno(), source.spec, digest)
+        return read_packed(output.fileno(), file, source.spec, digest, residency)

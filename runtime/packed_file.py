@@ -25,15 +25,18 @@ import stat
 import struct
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..devices.residency import ResidencyPlan
 from ..errors import ModelFormatError
 from ..models.config_reader import parse_json_object
 from ..models.spec import ModelSpec
 from .packed_weights import KIND_BITS, LAYOUT_VERSION, SLICE, PackedLinear, PackedSource, tiles_bytes
+from .unmapped import Section, SectionedFile, crc32_of, forget, read_array
 
 MAGIC = b"NYBPACK\0"
 FORMAT_VERSION = 1
@@ -69,12 +72,17 @@ class UnusableFile(Exception):
 
 
 class MappedWeights:
-    """`PackedSource` over a file that has been checked; the arrays are read-only and keep it mapped."""
+    """`PackedSource` over a file that has been checked; the arrays are read-only and keep it mapped.
+    `file` is for reading it past the mapping."""
 
     def __init__(
-        self, spec: ModelSpec, linears: dict[str, PackedLinear], vectors: dict[str, NDArray[np.float32]]
+        self,
+        spec: ModelSpec,
+        linears: dict[str, PackedLinear],
+        vectors: dict[str, NDArray[np.float32]],
+        file: SectionedFile,
     ) -> None:
-        self._spec, self._linears, self._vectors = spec, linears, vectors
+        self._spec, self._linears, self._vectors, self.file = spec, linears, vectors, file
 
     @property
     def spec(self) -> ModelSpec:
@@ -154,8 +162,11 @@ def _form(rows: int, columns: int, bits: int, kind: int, slices_per_group: int) 
     }
 
 
-def read_packed(descriptor: int, spec: ModelSpec, digest: str) -> MappedWeights:
-    """The checked weights of an open file."""
+def read_packed(
+    descriptor: int, file: Path, spec: ModelSpec, digest: str, residency: ResidencyPlan | None = None
+) -> MappedWeights:
+    """The checked weights of an open file; `file` is its name. Of sections that `residency` streams, nothing
+    becomes resident but norms, biases and permutations, which are copied."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise UnusableFile("it is not a regular file")
@@ -177,15 +188,29 @@ def read_packed(descriptor: int, spec: ModelSpec, digest: str) -> MappedWeights:
         raise UnusableFile("its table is not that of this model")
     linears, vectors = {}, {}
     for number, (shapes, section) in enumerate(zip(sections_of(spec), expected, strict=True)):
-        if zlib.crc32(_view(content, section).data) != section["crc32"]:
+        streamed = residency is not None and _is_streamed(residency, number)
+        place, tensors = (section["offset"], section["size"]), section["tensors"]
+        crc = crc32_of(descriptor, *place) if streamed else zlib.crc32(_view(content, section).data)
+        if crc != section["crc32"]:
             raise UnusableFile(f"the CRC-32 of section {number} differs")
-        tensors = section["tensors"]
         for name, shape in shapes.items():
-            if len(shape) == 2:
-                linears[name] = _linear(content, name, tensors)
-            else:
-                vectors[name] = _view(content, tensors[name]).view(np.float32)
-    return MappedWeights(spec, linears, vectors)
+            if len(shape) == 1:
+                vectors[name] = _small(content, descriptor, tensors[name], np.float32, streamed)
+                continue
+            order = tensors.get(f"{name}.permutation")
+            permutation = None if order is None else _small(content, descriptor, order, np.int32, streamed)
+            linears[name] = _linear(content, tensors[name], permutation)
+        if streamed:
+            forget(descriptor, *place)
+    sections = [
+        Section(x["offset"], x["size"], {name: entry["offset"] for name, entry in x["tensors"].items()})
+        for x in expected
+    ]
+    return MappedWeights(spec, linears, vectors, SectionedFile(file, descriptor, sections))
+
+
+def _is_streamed(residency: ResidencyPlan, section: int) -> bool:
+    return residency.streamed_head if section == 0 else section - 1 in residency.streamed_layers
 
 
 def _checked_preamble(raw: bytes, digest: str) -> Preamble:
@@ -247,8 +272,9 @@ def _check_form(name: str, form: dict[str, int]) -> None:
         raise UnusableFile(f"its tensor {name} has a form that no tile has")
 
 
-def _linear(content: NDArray[np.uint8], name: str, tensors: dict[str, dict[str, int]]) -> PackedLinear:
-    entry, order = tensors[name], tensors.get(f"{name}.permutation")
+def _linear(
+    content: NDArray[np.uint8], entry: dict[str, int], permutation: NDArray[np.int32] | None
+) -> PackedLinear:
     return PackedLinear(
         _view(content, entry),
         entry["rows"],
@@ -256,8 +282,19 @@ def _linear(content: NDArray[np.uint8], name: str, tensors: dict[str, dict[str, 
         entry["bits"],
         entry["kind"],
         entry["slices_per_group"],
-        None if order is None else _view(content, order).view(np.int32),
+        permutation,
     )
+
+
+def _small(
+    content: NDArray[np.uint8],
+    descriptor: int,
+    entry: dict[str, int],
+    dtype: type[np.generic],
+    streamed: bool,
+) -> NDArray[Any]:
+    """A vector: where it is streamed a copy, since looking at the mapping would keep what lies around it."""
+    return read_array(descriptor, entry, dtype) if streamed else _view(content, entry).view(dtype)
 
 
 def _view(content: NDArray[np.uint8], entry: dict[str, int]) -> NDArray[np.uint8]:

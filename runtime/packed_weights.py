@@ -39,6 +39,11 @@ class PackedLinear:
     slices_per_group: int
     permutation: NDArray[np.int32] | None = None  # stored column j is the input's column permutation[j]
 
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of 16 rows."""
+        return self.tiles.nbytes // -(-self.rows // TILE_ROWS)
+
 
 class PackedSource(Protocol):
     """A model's tensors by their Hugging Face names, as the kernels read them."""
