@@ -1,6 +1,7 @@
 #include "direct_file.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -50,8 +51,11 @@ std::string DirectFile::read(int64_t offset, size_t bytes, uint8_t* into) const 
         size_t whole = static_cast<size_t>(count);
         if (done + whole < bytes) whole -= whole % kDirectAlignment;
         if (whole == 0) {
-            return "the file ends at byte " + std::to_string(at + count) + "; expected " +
-                   std::to_string(offset + static_cast<int64_t>(bytes));
+            struct stat status {};
+            fstat(descriptor_, &status);
+            return "only " + std::to_string(count) + " of " + std::to_string(bytes - done) +
+                   " bytes could be read at byte " + std::to_string(at) + "; the file has " +
+                   std::to_string(status.st_size) + " bytes";
         }
 #ifdef POSIX_FADV_DONTNEED
         if (!direct) posix_fadvise(descriptor_, at, static_cast<off_t>(whole), POSIX_FADV_DONTNEED);
