@@ -2,13 +2,15 @@
 
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import SettingError
+from ..errors import MissingDependencyError, NybbleError, SettingError
 from .cgroup import read_cgroup_limits
 from .cpu import CpuCache, read_cpu
-from .kernels import choose_isa, kernel_sets
+from .gpu import Gpu, read_gpus
+from .kernels import MachineLimits, choose_isa, kernel_sets
+from .limits_cache import LimitsKey, load_limits, measure_and_keep
 
 _ROOT = Path("/")
 
@@ -33,14 +35,26 @@ class Machine:
     memory_available: int | None  # bytes the system could give without swapping
     memory_limit: int | None  # bytes, the tightest control group's; None: no limit
     usable_memory: int | None  # bytes this process could still take
+    limits: MachineLimits | None  # of all usable cores; None: not measured yet, or no kernels
+    gpus: tuple[Gpu, ...] | None  # NVIDIA's; None when they weren't asked for or NVML isn't there
     providers: tuple[str, ...] | None  # ONNX Runtime's; None when it wasn't asked or isn't installed
     onnxruntime: str | None  # its version
     notes: tuple[str, ...]
 
+    def limits_key(self, threads: int | None = None, isa: str | None = None) -> LimitsKey | None:
+        """What limits are kept under, by default those of all usable cores and of the kernels in use; None
+        without kernels."""
+        isa = isa or self.kernel_isa
+        if isa is None:
+            return None
+        cores = self.usable_cores
+        return LimitsKey(self.cpu_brand, self.architecture, cores, isa, threads or cores)
+
 
 def probe(root: Path = _ROOT, providers: bool = True) -> Machine:
     """Reads this machine, from the files under `root` where there are any. Works everywhere: what can't be
-    read is None. `providers` imports ONNX Runtime to ask what it offers (about 0.3 s and 40 MB)."""
+    read is None. Nothing is measured: `limits` are those that were kept. `providers` asks NVML for GPUs, and
+    imports ONNX Runtime to ask what it offers (about 0.3 s and 40 MB)."""
     notes: list[str] = []
     cpu = read_cpu(root, notes)
     allowed = _allowed_cpus(root)
@@ -57,8 +71,9 @@ def probe(root: Path = _ROOT, providers: bool = True) -> Machine:
     usable_memory = min(left, default=None)
     if usable_memory is None:
         notes.append("memory: can't be read on this system, so `auto` sets no budget; give memory_budget")
+    gpus = read_gpus(notes) if providers else None
     offered, version = _providers(notes) if providers else (None, None)
-    return Machine(
+    machine = Machine(
         system=platform.system(),
         architecture=platform.machine(),
         cpu_brand=cpu.brand,
@@ -75,10 +90,28 @@ def probe(root: Path = _ROOT, providers: bool = True) -> Machine:
         memory_available=available,
         memory_limit=limits.memory_limit,
         usable_memory=usable_memory,
+        limits=None,
+        gpus=gpus,
         providers=offered,
         onnxruntime=version,
         notes=tuple(notes),
     )
+    key = machine.limits_key()
+    return machine if key is None else replace(machine, limits=load_limits(key))
+
+
+def measured(machine: Machine, again: bool = False) -> Machine:
+    """The machine with its limits: those that were kept, else, or with `again`, measured for half a second
+    and kept. Without kernels, and where no memory is left for it, as it is with a line in its notes."""
+    key = machine.limits_key()
+    if machine.limits is not None and not again:
+        return machine
+    try:
+        if key is None:
+            raise MissingDependencyError("no kernels here to measure with")
+        return replace(machine, limits=measure_and_keep(key))
+    except NybbleError as error:
+        return replace(machine, notes=(*machine.notes, f"measured limits: {error}"))
 
 
 def _kernel_isa(notes: list[str]) -> str | None:

@@ -5,6 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from .cpu import CpuCache
+from .disk import DiskRate
+from .gpu import Gpu
 from .kernels import ISA_VARIABLE
 from .probe import Machine
 from .profile import DeviceProfile
@@ -26,8 +28,10 @@ def describe(machine: Machine) -> list[tuple[str, str]]:
         ("Caches", _UNKNOWN if not machine.caches else ", ".join(map(_cache, machine.caches))),
         ("Memory", _memory(machine)),
         ("C++ kernels", _kernels(machine)),
+        ("Measured limits", _limits(machine)),
         ("ONNX Runtime", machine.onnxruntime or "not installed"),
     ]
+    rows += [(f"GPU {number}", _gpu(gpu)) for number, gpu in enumerate(machine.gpus or ())]
     if machine.providers is not None:
         rows.append(("Execution providers", ", ".join(machine.providers)))
     rows += [("Note", note) for note in machine.notes]
@@ -52,6 +56,12 @@ def describe_profile(profile: DeviceProfile) -> list[tuple[str, str]]:
         ("Token budget", f"{profile.token_budget} tokens a step"),
         ("Context", f"{profile.context} tokens"),
     ]
+
+
+def describe_disk(disk: DiskRate) -> tuple[str, str]:
+    """A row of label and value for a measured disk."""
+    how = "past the page cache" if disk.direct else "through the page cache, which may have helped"
+    return ("Disk", f"{disk.bytes_per_second / 1e9:.2f} GB/s read of {disk.path} ({how})")
 
 
 def machine_json(machine: Machine) -> dict[str, Any]:
@@ -92,6 +102,22 @@ def _kernels(machine: Machine) -> str:
         return f"{ISA_VARIABLE} names none of {', '.join(machine.kernel_sets)}"
     forced = f", forced by {ISA_VARIABLE}" if os.environ.get(ISA_VARIABLE) else ""
     return f"{machine.kernel_isa} (of {', '.join(machine.kernel_sets)}){forced}"
+
+
+def _limits(machine: Machine) -> str:
+    limits = machine.limits
+    if limits is None:
+        return "not measured"
+    read, rate = limits.read_bandwidth / 1e9, limits.integer_rate / 1e9
+    threads = f"{limits.threads} thread{'s' if limits.threads > 1 else ''}"
+    return f"{read:.1f} GB/s read, {rate:,.0f} GOPS of the {limits.isa} dot product ({threads})"
+
+
+def _gpu(gpu: Gpu) -> str:
+    text = gpu.name
+    if gpu.memory_total is not None and gpu.memory_free is not None:
+        text += f", {format_bytes(gpu.memory_free)} free of {format_bytes(gpu.memory_total)}"
+    return text if gpu.watts is None else f"{text}, {gpu.watts:.0f} W now"
 
 
 def _cache(cache: CpuCache) -> str:

@@ -31,8 +31,8 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}
 
 
 class CpuExecutor:
-    """Runs a quantized model on the processor. The weights are repacked tensor by tensor, so that no more
-    than one of them is held twice."""
+    """Runs a quantized model on the processor. The weights are repacked a few rows at a time, so that none is
+    held twice."""
 
     def __init__(
         self, weights: LogicalWeights, *, threads: int, max_position: int | None = None, isa: str = ""
@@ -140,6 +140,11 @@ class CpuExecutor:
     def threads(self) -> int:
         """Threads that run a step, the calling one included."""
         return int(self._open().threads)
+
+    def save_power(self) -> None:
+        """From now on threads that wait for others, or for the next step, sleep soon instead of looking for
+        it: a step takes longer, and the cores rest in between."""
+        self._open().save_power()
 
     def _open(self) -> Any:
         if self._decoder is None:

@@ -9,17 +9,22 @@ change.
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
+from ..devices.process import give_back_freed_memory
 from ..devices.residency import ResidencyPlan
-from ..errors import ModelFormatError
+from ..devices.user_files import cache_folder
+from ..errors import ModelFormatError, OutputError
 from ..export.artifact import CACHE_FOLDER
 from ..export.atomic_file import new_file
 from ..export.weights import LogicalWeights
 from ..models.spec import ModelSpec
-from .packed_file import MappedWeights, UnusableFile, file_parts, read_packed, same_part, write_packed
-from .packed_weights import FreshlyPacked, PackedSource
+from .packed_file import MappedWeights, UnusableFile, form_of, read_packed, write_packed
+from .packed_weights import FreshlyPacked, PackedLinear, PackedSource, Packing, PackingSource
 
 FILE_NAME = "packed.bin"
 
@@ -64,6 +69,24 @@ def load_packed(
     return source
 
 
+def pack_into_temporary(
+    folder: Path, source: PackingSource, digest: str, residency: ResidencyPlan
+) -> MappedWeights:
+    """Packed weights in a file without a name in `folder`, which is gone with its last user: for weights that
+    are streamed, so have to be in a file, where none is kept. Raises `OutputError`."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as output:
+            write_packed(output, source, digest)
+            output.flush()
+            give_back_freed_memory()
+            return read_packed(output.fileno(), folder / FILE_NAME, source.spec, digest, residency)
+    except OSError as error:
+        raise OutputError(
+            f"{folder}: packed weights cannot be written: {error.strerror}; memory_budget has them streamed "
+            "from a file: name another scratch_folder, or give more memory"
+        ) from error
+
+
 def check_packed(folder: Path, digest: str, spec: ModelSpec, weights: Callable[[], LogicalWeights]) -> None:
     """Compares the cache files that a start would use with the artifact's tensors: a CRC-32 finds damage, and
     not a file that was made of other weights. Raises `ModelFormatError` naming the first tensor that differs.
@@ -75,18 +98,34 @@ def check_packed(folder: Path, digest: str, spec: ModelSpec, weights: Callable[[
             continue
         expected = FreshlyPacked(weights())
         for name, shape in spec.tensors().items():
-            one, other = (list(file_parts(x, name, len(shape) == 2)) for x in (found, expected))
-            if len(one) != len(other) or not all(map(same_part, one, other)):
+            if len(shape) == 2:
+                same = _same_linear(found.linear(name), expected.packing(name))
+            else:
+                same = np.array_equal(found.vector(name), expected.vector(name))
+            if not same:
                 raise ModelFormatError(f"{file}: {name} is not the artifact's; delete this file")
+
+
+def _same_linear(found: PackedLinear, expected: Packing) -> bool:
+    one, other = found.permutation, expected.permutation
+    if form_of(found) != form_of(expected) or (one is None) != (other is None):
+        return False
+    if one is not None and other is not None and not np.array_equal(one, other):
+        return False
+    at = 0
+    for piece in expected.pieces():
+        if not np.array_equal(found.tiles[at : at + len(piece)], piece):
+            return False
+        at += len(piece)
+    return True
 
 
 def cache_files(folder: Path | None, digest: str) -> tuple[Path, ...]:
     """Where a model's packed weights are looked for and kept, best first."""
     files = [] if folder is None else [folder / CACHE_FOLDER / FILE_NAME]
-    user = os.environ.get("XDG_CACHE_HOME", "")
-    user = user if os.path.isabs(user) else os.path.expanduser("~/.cache")
-    if os.path.isabs(user):  # there may be no home
-        files.append(Path(user, "nybble", f"{digest}-{FILE_NAME}"))
+    user = cache_folder()
+    if user is not None:
+        files.append(user / f"{digest}-{FILE_NAME}")
     return tuple(files)
 
 
@@ -104,9 +143,9 @@ def open_packed(
 
 
 def build_packed(
-    file: Path, source: PackedSource, digest: str, residency: ResidencyPlan | None = None
+    file: Path, source: PackingSource, digest: str, residency: ResidencyPlan | None = None
 ) -> MappedWeights:
-    """Writes a cache file, tensor by tensor, and maps it. It appears whole or not at all; of several writers
+    """Writes a cache file, piece by piece, and maps it. It appears whole or not at all; of several writers
     the last one's stays. Raises `OSError` where it cannot be written, and what the source raises."""
     if file.parent.is_symlink():  # an artifact made elsewhere must not choose where to write
         raise OSError(0, f"{file.parent} is a symbolic link")
@@ -114,4 +153,5 @@ def build_packed(
     with new_file(file) as output:
         write_packed(output, source, digest)
         output.flush()
+        give_back_freed_memory()
         return read_packed(output.fileno(), file, source.spec, digest, residency)

@@ -24,7 +24,7 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -35,16 +35,21 @@ from ..devices.residency import ResidencyPlan
 from ..errors import ModelFormatError
 from ..models.config_reader import parse_json_object
 from ..models.spec import ModelSpec
-from .packed_weights import KIND_BITS, LAYOUT_VERSION, SLICE, PackedLinear, PackedSource, tiles_bytes
+from .packed_weights import (
+    KIND_BITS,
+    LAYOUT_VERSION,
+    SLICE,
+    PackedLinear,
+    Packing,
+    PackingSource,
+    tiles_bytes,
+)
 from .unmapped import Section, SectionedFile, crc32_of, forget, read_array
 
 MAGIC = b"NYBPACK\0"
 FORMAT_VERSION = 1
 PAGE, ALIGNMENT = 4096, 64
 MAX_TABLE_BYTES = 64 << 20
-
-# An array in the file: its name, and what the table says of it besides its place.
-Part = tuple[str, NDArray[Any], dict[str, int]]
 
 
 class Preamble(NamedTuple):
@@ -103,53 +108,76 @@ def sections_of(spec: ModelSpec) -> Iterator[dict[str, tuple[int, ...]]]:
     yield from layers
 
 
-def write_packed(output: BinaryIO, source: PackedSource, digest: str) -> None:
-    sections, at = [], PAGE
-    output.seek(at)
+def write_packed(output: BinaryIO, source: PackingSource, digest: str) -> None:
+    """Writes a file piece by piece: of a matrix a few rows are in memory, never all."""
+    file, sections = _Writer(output), []
     for shapes in sections_of(source.spec):
-        start, crc, tensors = at, 0, {}
+        start, file.crc, tensors = file.at, 0, {}
         for name, shape in shapes.items():
-            for part, array, form in file_parts(source, name, len(shape) == 2):
-                data = array.data.cast("B")
-                for piece in (bytes(-at % ALIGNMENT), data):
-                    output.write(piece)
-                    crc = zlib.crc32(piece, crc)
-                    at += len(piece)
-                tensors[part] = {"offset": at - len(data), "size": len(data), **form}
-        padding = bytes(-at % PAGE)
-        output.write(padding)
-        at += len(padding)
-        crc = zlib.crc32(padding, crc)
-        sections.append({"offset": start, "size": at - start, "crc32": crc, "tensors": tensors})
+            for part in _parts(source, name, len(shape) == 2):
+                file.pad(ALIGNMENT)
+                offset = file.at
+                for piece in part.pieces:
+                    file.write(piece.data.cast("B"))
+                tensors[part.name] = {"offset": offset, "size": file.at - offset, **part.form}
+        file.pad(PAGE)
+        sections.append({"offset": start, "size": file.at - start, "crc32": file.crc, "tensors": tensors})
     table = json.dumps({"sections": sections}, separators=(",", ":")).encode()
     output.write(table)
     # The preamble comes last: a file without it is none.
     preamble = _PREAMBLE.pack(
         *Preamble(
-            MAGIC, FORMAT_VERSION, LAYOUT_VERSION, bytes.fromhex(digest), at, len(table), zlib.crc32(table)
+            MAGIC,
+            FORMAT_VERSION,
+            LAYOUT_VERSION,
+            bytes.fromhex(digest),
+            file.at,
+            len(table),
+            zlib.crc32(table),
         )
     )
     output.seek(0)
     output.write(preamble + _CRC.pack(zlib.crc32(preamble)))
 
 
-def file_parts(source: PackedSource, name: str, linear: bool) -> Iterator[Part]:
+class _Writer:
+    """Writes a file's sections; `at` is where it is, `crc` the CRC-32 of what was written since it was 0."""
+
+    def __init__(self, output: BinaryIO) -> None:
+        self._output, self.at, self.crc = output, PAGE, 0
+        output.seek(PAGE)
+
+    def write(self, piece: bytes | memoryview) -> None:
+        self._output.write(piece)
+        self.crc = zlib.crc32(piece, self.crc)
+        self.at += len(piece)
+
+    def pad(self, multiple: int) -> None:
+        self.write(bytes(-self.at % multiple))
+
+
+class _Part(NamedTuple):
+    """An array in the file, in pieces one after the other."""
+
+    name: str
+    pieces: Iterable[NDArray[Any]]
+    form: dict[str, int]  # what the table says of it besides its place
+
+
+def _parts(source: PackingSource, name: str, linear: bool) -> Iterator[_Part]:
     """What a tensor is in the file."""
     if not linear:
-        yield name, source.vector(name), {}
+        yield _Part(name, [source.vector(name)], {})
         return
-    packed = source.linear(name)
-    yield (
-        name,
-        packed.tiles,
-        _form(packed.rows, packed.columns, packed.bits, packed.kind, packed.slices_per_group),
-    )
-    if packed.permutation is not None:
-        yield f"{name}.permutation", np.ascontiguousarray(packed.permutation, np.int32), {}
+    packing = source.packing(name)
+    yield _Part(name, packing.pieces(), form_of(packing))
+    if packing.permutation is not None:
+        yield _Part(f"{name}.permutation", [packing.permutation], {})
 
 
-def same_part(one: Part, other: Part) -> bool:
-    return one[2] == other[2] and np.array_equal(one[1], other[1])
+def form_of(linear: Packing | PackedLinear) -> dict[str, int]:
+    """What the table says of a linear layer's tiles."""
+    return _form(linear.rows, linear.columns, linear.bits, linear.kind, linear.slices_per_group)
 
 
 def _form(rows: int, columns: int, bits: int, kind: int, slices_per_group: int) -> dict[str, int]:

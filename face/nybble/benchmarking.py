@@ -11,7 +11,18 @@ from typing import Literal
 
 import numpy as np
 
-from .devices import MachineLimits, measure_limits, peak_resident_bytes, resolve_device
+from .devices import (
+    Energy,
+    MachineLimits,
+    PowerMeter,
+    measure_and_keep,
+    peak_resident_bytes,
+    probe,
+    read_heat,
+    resolve_device,
+    slowed,
+    with_tuned,
+)
 from .errors import DoesNotFitError, SettingError
 from .kvcache import KvCache
 from .loading import Loaded, choose_executor, load
@@ -54,7 +65,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """A case's figures. Seconds are the median of a whole prefill, or of one decode step."""
+    """A case's figures. Seconds are the median of a whole prefill, or of one decode step. Energy is that of
+    the whole system, over all repetitions."""
 
     case: Case
     threads: int
@@ -62,6 +74,9 @@ class Row:
     seconds: float
     bytes: int  # of weights and cache that have to be read for it
     operations: int  # of the linear layers; multiply and add are two
+    joules_per_token: float | None = None  # None where the system doesn't tell
+    watts: float | None = None
+    slowed: tuple[str, ...] = ()  # what slowed the CPU down meanwhile
 
     @property
     def tokens_per_second(self) -> float:
@@ -82,6 +97,8 @@ class Benchmark:
     kv_dtype: KvDtype
     peak_bytes: int | None  # the most memory resident, measuring the limits left out
     limits: tuple[MachineLimits, ...]
+    power_sources: tuple[str, ...]  # of what energy is the sum
+    power_note: str  # why others aren't
 
     def bandwidth_share(self, row: Row) -> float | None:
         """Bytes that had to be read, of those that this machine could have read in the time."""
@@ -112,6 +129,7 @@ def bench(
     memory_budget: int | float | str | None = None,
     kv_dtype: str | None = None,
     cache: bool = True,
+    tuned: bool = True,
     progress: Report | None = None,
 ) -> Benchmark:
     """Times prompts of `prefill` tokens, and steps of 1, 4, ... `sequences` that have `decode` tokens, on the
@@ -121,9 +139,13 @@ def bench(
 
     Raises `SettingError` for a value out of range and what `LLM` raises, before anything is measured.
     """
-    profile = resolve_device(device)
-    with closing(open_runnable(path, format, choose_executor(executor, profile, providers))) as model:
+    machine = probe(providers=False)
+    profile = resolve_device(device, machine)
+    kind = choose_executor(executor, profile, providers)
+    with closing(open_runnable(path, format, kind)) as model:
         spec, recipe = model.spec, model.recipe
+        if tuned and device == "auto" and kind == "cpu":
+            profile = with_tuned(profile, model.digest, machine)
     counts = threads or (profile.threads,)
     for name, values, least in (
         ("prefill", prefill or (), 1),
@@ -146,20 +168,23 @@ def bench(
         max_batch_tokens=None,
         kv_dtype=kv_dtype,
         cache=cache,
+        tuned=tuned,
     )
     rows: list[Row] = []
     omitted: dict[Case, str] = {}
-    for count in counts:
-        loaded = _open(partial(open_with, threads=count), cases, asked, omitted)
-        with closing(loaded.executor):
-            runner = Runner(loaded, [case for case in cases if case not in omitted])
-            for case in runner.cases:
-                rows.append(runner.measure(case, count, repeat))
-                if progress is not None:
-                    progress("bench", len(rows), len(runner.cases) * len(counts))
-            isa = loaded.executor.isa if isinstance(loaded.executor, CpuExecutor) else None
-            kind, weights = loaded.executor.kv_layout.kv_dtype, loaded.executor.weight_bytes
+    with PowerMeter(gpus=kind == "ort") as meter:
+        for count in counts:
+            loaded = _open(partial(open_with, threads=count), cases, asked, omitted)
+            with closing(loaded.executor):
+                runner = Runner(loaded, [case for case in cases if case not in omitted], meter)
+                for case in runner.cases:
+                    rows.append(runner.measure(case, count, repeat))
+                    if progress is not None:
+                        progress("bench", len(rows), len(runner.cases) * len(counts))
+                isa = loaded.executor.isa if isinstance(loaded.executor, CpuExecutor) else None
+                kv_used, weights = loaded.executor.kv_layout.kv_dtype, loaded.executor.weight_bytes
     peak = peak_resident_bytes()
+    keys = [] if isa is None else [machine.limits_key(count, isa) for count in counts]
     return Benchmark(
         spec,
         recipe,
@@ -167,10 +192,16 @@ def bench(
         tuple(rows),
         tuple(f"{case}: {why}" for case, why in omitted.items()),
         isa,
-        kind,
+        kv_used,
         peak,
-        () if isa is None else tuple(measure_limits(count, isa) for count in counts),
+        tuple(measure_and_keep(key) for key in keys if key is not None),
+        meter.sources,
+        meter.note,
     )
+
+
+def _per_token(energy: Energy, tokens: int) -> float | None:
+    return None if energy.joules is None else energy.joules / tokens
 
 
 def linear_operations(spec: ModelSpec, tokens: int, rows: int) -> int:
@@ -225,8 +256,9 @@ def _open(
 class Runner:
     """Sequences of random tokens on an open executor, whose cache they fill up to the longest decode."""
 
-    def __init__(self, loaded: Loaded, cases: list[Case]) -> None:
+    def __init__(self, loaded: Loaded, cases: list[Case], meter: PowerMeter | None = None) -> None:
         self.cases = cases
+        self._meter = meter or PowerMeter()
         self._executor: Executor = loaded.executor
         self._step_tokens = loaded.max_batch_tokens
         spec, layout = self._executor.spec, self._executor.kv_layout
@@ -254,7 +286,10 @@ class Runner:
     def measure(self, case: Case, threads: int, repeat: int) -> Row:
         """Medians of `repeat` runs after one that is not counted."""
         self.run(case)
-        seconds = [taken for _ in range(repeat) for taken in self.run(case)]
+        before = read_heat()
+        with self._meter.measure() as energy:
+            seconds = [taken for _ in range(repeat) for taken in self.run(case)]
+        held_back = slowed(before, read_heat())
         spec, weights = self._executor.spec, self._executor.weight_bytes
         if case.phase == "prefill":
             starts = range(0, case.length, self._step_tokens)
@@ -265,7 +300,17 @@ class Runner:
             cached = sum(self._cached_bytes(case.length + step) for step in range(DECODE_STEPS))
             tokens, read = case.sequences, weights + case.sequences * cached // DECODE_STEPS
             operations = linear_operations(spec, case.sequences, case.sequences)
-        return Row(case, threads, tokens, statistics.median(seconds), read, operations)
+        return Row(
+            case,
+            threads,
+            tokens,
+            statistics.median(seconds),
+            read,
+            operations,
+            _per_token(energy, tokens * len(seconds)),
+            energy.watts,
+            held_back,
+        )
 
     def _fill(self, length: int) -> None:
         """Computes the first sequence's cache and copies it to the others, which have the same tokens."""

@@ -1,6 +1,9 @@
 """From a model's path to an executor with its cache, checked against the memory budget before anything is
 loaded."""
 
+import logging
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -15,10 +18,17 @@ from .devices import (
     RunSettings,
     choose_isa,
     fit_sequences,
+    format_bytes,
+    give_back_freed_memory,
     parse_memory_budget,
+    plan_within,
+    probe,
     resolve_device,
+    share_pages,
+    with_tuned,
 )
 from .errors import ModelFormatError, SettingError
+from .kvcache import FileStore
 from .runnable import Runnable, RunnableArtifact, open_runnable
 from .runtime.executor import Executor, KvDtype
 from .runtime.speculation import Speculator
@@ -26,6 +36,9 @@ from .runtime.tokenizer import Tokenizer
 from .speculating import Draft, plain_speculator, wants_draft
 
 CPU_PAGE_SIZE = 16
+_DISK_FOLDER = "/var/tmp" if os.path.isdir("/var/tmp") else tempfile.gettempdir()  # /tmp may be memory
+
+log = logging.getLogger("nybble")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +53,7 @@ class Loaded:
     max_batch_tokens: int
     max_sequences: int
     digest: str  # of what the weights came from
+    swap_file: FileStore | None = None
     target_token_ms: float | None = None
     bandwidth: float | None = None  # bytes a second; None where the profile does not say
     speculator: Speculator | None = None
@@ -49,6 +63,8 @@ class Loaded:
         self.executor.close()
         if self.speculator is not None:
             self.speculator.close()
+        if self.swap_file is not None:
+            self.swap_file.close()
 
 
 def load(
@@ -67,6 +83,9 @@ def load(
     cache: bool,
     target_token_ms: float | None = None,
     speculation: str | Path = "off",
+    low_power: bool = False,
+    tuned: bool = True,
+    scratch_folder: str | Path | None = None,
 ) -> Loaded:
     """Opens a model for `LLM`, whose parameters these are."""
     if executor not in ("auto", "cpu", "ort"):
@@ -74,16 +93,22 @@ def load(
     for name, value in (("threads", threads), ("max_batch_tokens", max_batch_tokens)):
         if value is not None and value < 1:
             raise SettingError(f"{name} is {value}; expected at least 1")
-    profile = resolve_device(device)
+    scratch = Path(scratch_folder or os.environ.get("TMPDIR") or _DISK_FOLDER)
+    machine = probe(providers=False)
+    profile = resolve_device(device, machine)
     budget = profile.memory_budget
     if memory_budget is not None:
         budget = parse_memory_budget(memory_budget, profile.memory_bytes)
     kind = choose_executor(executor, profile, providers)
     drafted = wants_draft(speculation)
-    max_batch_tokens = max_batch_tokens or profile.token_budget
-    threads = threads or profile.threads
     with ExitStack() as until_loaded:
         with closing(open_runnable(path, format, kind)) as model:
+            if tuned and device == "auto" and kind == "cpu":
+                profile = with_tuned(profile, model.digest, machine)
+            max_batch_tokens = max_batch_tokens or profile.token_budget
+            threads = threads or (max(1, profile.threads // 2) if low_power else profile.threads)
+            if speculation == "auto":
+                speculation = profile.speculation or "auto"
             run = RunSettings(
                 model.spec,
                 model.recipe,
@@ -100,19 +125,20 @@ def load(
             draft = until_loaded.enter_context(closing(Draft(speculation, run))) if drafted else None
             if draft is not None and budget is not None:
                 run = replace(run, budget=budget - draft.bytes)
-            plan = fit_sequences(run, max_sequences)
+            plan = _plan(run, max_sequences, path, kv_dtype)
             tokenizer, digest = Tokenizer(model.tokenizer_files), model.digest
+            give_back_freed_memory()
             opened = (
                 _open_ort(model, profile, providers, threads)
                 if kind == "ort" and isinstance(model, RunnableArtifact)
-                else _open_cpu(model, threads, plan, max_batch_tokens, cache)
+                else _open_cpu(model, threads, plan, cache, scratch, low_power)
             )
         try:
             opened.allocate_kv(plan.num_pages, plan.page_size, plan.kv_dtype)
             if draft is None:
                 speculator = plain_speculator(speculation, opened, kind, plan.sequences)
             else:
-                speculator = draft.open(opened, tokenizer, plan.sequences, threads, cache)
+                speculator = draft.open(opened, tokenizer, plan.sequences, threads, cache, scratch)
         except BaseException:
             opened.close()
             raise
@@ -122,8 +148,9 @@ def load(
         generation_config=model.generation_config,
         eos_token_ids=eos_token_ids(model.config, model.generation_config, tokenizer),
         max_model_len=plan.context,
-        max_batch_tokens=max_batch_tokens,
+        max_batch_tokens=plan.token_budget,
         max_sequences=plan.sequences,
+        swap_file=FileStore(scratch) if _shares_pages(plan, kind) else None,
         digest=digest,
         target_token_ms=profile.target_token_ms if target_token_ms is None else target_token_ms,
         bandwidth=profile.bandwidth,
@@ -167,14 +194,37 @@ def eos_token_ids(
     return frozenset(ids)
 
 
+def _plan(run: RunSettings, max_sequences: int, path: str | Path, asked_kv: str | None) -> MemoryPlan:
+    """What is given up to keep to a budget is one line in the log; a warning where answers change by it."""
+    if run.executor != "cpu" or run.budget is None:
+        return fit_sequences(run, max_sequences)
+    other: tuple[KvDtype, ...] = ("int8",) if asked_kv is None and run.kv != "int8" else ()
+    plan = plan_within(run, run.budget, max_sequences=max_sequences, kv_dtypes=other)
+    plan = share_pages(plan, run, max_sequences)
+    if plan.concessions:
+        level = logging.INFO if plan.kv_dtype == run.kv else logging.WARNING
+        log.log(level, "%s: within %s: %s", path, format_bytes(run.budget), "; ".join(plan.concessions))
+    return plan
+
+
+def _shares_pages(plan: MemoryPlan, executor: ExecutorKind) -> bool:
+    """Whether running sequences may find no pages."""
+    return executor == "cpu" and plan.num_pages * plan.page_size < plan.sequences * plan.context
+
+
 def _open_cpu(
-    model: Runnable, threads: int, plan: MemoryPlan, max_batch_tokens: int, cache: bool
+    model: Runnable, threads: int, plan: MemoryPlan, cache: bool, scratch: Path, low_power: bool
 ) -> Executor:
     from .runtime.cpu_executor import CpuExecutor
 
     choose_isa()  # a NYBBLE_ISA that is not there is refused before anything is packed
-    executor = CpuExecutor.from_packed(model.packed(cache), threads=threads, max_position=plan.context)
-    executor.reserve(max_batch_tokens, plan.sequences)
+    source = model.packed(cache, plan.residency, scratch)
+    executor = CpuExecutor.from_packed(
+        source, threads=threads, max_position=plan.context, residency=plan.residency
+    )
+    executor.reserve(plan.token_budget, plan.sequences)
+    if low_power:
+        executor.save_power()
     return executor
 
 

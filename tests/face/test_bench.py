@@ -5,13 +5,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gguf_models import write_gguf
 
+from nybble import benchmarking
 from nybble.benchmarking import bench, linear_operations
+from nybble.devices import PowerMeter
+from nybble.devices.heat import Heat
 from nybble.export import open_artifact
 from nybble.models.spec import ModelSpec, RopeSpec
 
@@ -88,6 +92,43 @@ def test_the_table_names_what_was_measured(nybble: Nybble, tiny_artifact: Path) 
     assert result.out.count("prefill") == 1
     assert "%" in result.out
     assert "…" not in result.out
+
+
+def test_energy_is_shown_where_the_system_tells(
+    nybble: Nybble, tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A meter that says 4 W, in files as a kernel writes them."""
+    chip = tmp_path / "sys/class/hwmon/hwmon0"
+    chip.mkdir(parents=True)
+    (chip / "name").write_text("ina226\n")
+    (chip / "power1_input").write_text("4000000\n")
+    monkeypatch.setattr(benchmarking, "PowerMeter", partial(PowerMeter, tmp_path))
+    run = ("bench", tiny_artifact, "--prefill", "16", "--decode", "0", *SHORT)
+    data = json.loads(nybble(*run, "--json").out)
+    assert data["power"] == {"sources": ["hwmon ina226 power1"], "note": ""}
+    for row in data["rows"]:
+        assert row["watts"] >= 3.9
+        assert row["joules_per_token"] > 0
+    out = nybble(*run).out
+    assert "hwmon ina226 power1" in out
+    assert "J/token" in out
+    (chip / "power1_input").unlink()
+    data = json.loads(nybble(*run, "--json").out)
+    assert {row["joules_per_token"] for row in data["rows"]} == {None}
+    out = " ".join(nybble(*run).out.split())
+    assert "not readable here (no RAPL, Jetson rails or power meters in /sys)" in out
+    assert "J/token" not in out
+
+
+def test_a_cpu_that_was_slowed_down_is_named(
+    nybble: Nybble, tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = iter(range(100))
+    monkeypatch.setattr(benchmarking, "read_heat", lambda: Heat(next(events), None, None, None, None))
+    run = ("bench", tiny_artifact, "--prefill", "16", "--decode", "none", *SHORT)
+    reason = "the CPU was throttled by heat (1 events)"
+    assert json.loads(nybble(*run, "--json").out)["rows"][0]["slowed"] == [reason]
+    assert f"Slowed down: prefill of 16, 2 threads: {reason}" in nybble(*run, "--threads", "2").out
 
 
 def test_onnx_runtime_has_no_shares(nybble: Nybble, tiny_artifact: Path) -> None:

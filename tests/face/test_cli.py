@@ -133,6 +133,15 @@ def test_devices_shows_this_machine(nybble: Nybble) -> None:
     assert "raspberry-pi-5" in nybble("devices").out
 
 
+def test_devices_measures_the_disk_under_an_artifact(nybble: Nybble, tiny_artifact: Path) -> None:
+    data = json.loads(nybble("devices", "--artifact", tiny_artifact, "--json").out)
+    assert data["disk"]["path"] == str(tiny_artifact)
+    assert data["disk"]["bytes_per_second"] > 0
+    refused = nybble("devices", "--artifact", tiny_artifact / "absent")
+    assert refused.code == 1
+    assert "absent" in refused.error
+
+
 def test_plain_progress_when_the_output_is_no_terminal(
     nybble: Nybble, make_tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

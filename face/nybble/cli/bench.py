@@ -20,12 +20,14 @@ Examples:
   nybble bench smollm2-int4 --executor ort --json
 
 MB are those of weights and cache that have to be read, GOP the linear layers' operations. Bandwidth and int8
-peak are their shares of what this machine was measured to do with as many threads.
+peak are their shares of what this machine was measured to do with as many threads. J/token and W are the
+whole system's, where it tells.
 """
 
 COLUMNS = (
     "phase", "threads", "seqs", "length", "tokens/s", "ms", "MB", "bandwidth", "GOP", "int8 peak",
 )  # fmt: skip
+POWER_COLUMNS = ("J/token", "W")
 
 
 @click.command("bench", epilog=EPILOG)
@@ -58,7 +60,7 @@ def command(
     from ..benchmarking import SEQUENCES, bench
 
     if plot is not None:
-        from .bench_plot import check_plot
+        from .plot_file import check_plot
 
         check_plot(plot)
     with progress() as report:
@@ -81,9 +83,13 @@ def command(
         print_json({"artifact": str(artifact), **to_json(result)})
         return
     print_table(str(artifact), header(result))
-    print_columns(COLUMNS, [cells(result, row) for row in result.rows])
+    columns = COLUMNS + (POWER_COLUMNS if result.power_sources else ())
+    print_columns(columns, [cells(result, row) for row in result.rows])
     for line in result.omitted:
         click.echo(f"Left out: {line}")
+    for row in result.rows:
+        for reason in row.slowed:
+            click.echo(f"Slowed down: {row.case}, {row.threads} threads: {reason}")
 
 
 def numbers(option: str, text: str | None) -> tuple[int, ...] | None:
@@ -113,6 +119,8 @@ def header(result: "Benchmark") -> list[tuple[str, str]]:
         ("KV cache", result.kv_dtype),
         ("Peak memory", f"{peak} resident"),
     ]
+    told = f" ({result.power_note})" if result.power_note else ""
+    rows.append(("Power", (", ".join(result.power_sources) or "not readable here") + told))
     for limits in result.limits:
         read, rate = limits.read_bandwidth / 1e9, limits.integer_rate / 1e9
         rows.append(
@@ -130,6 +138,7 @@ def cells(result: "Benchmark", row: "Row") -> list[str]:
         "" if share is None else f"{share:.1%}"
         for share in (result.bandwidth_share(row), result.integer_share(row))
     ]
+    power = (row.joules_per_token, row.watts) if result.power_sources else ()
     return [
         row.case.phase,
         str(row.threads),
@@ -141,11 +150,13 @@ def cells(result: "Benchmark", row: "Row") -> list[str]:
         shares[0],
         f"{row.operations / 1e9:,.2f}",
         shares[1],
+        *("" if figure is None else f"{figure:.3g}" for figure in power),
     ]
 
 
 def to_json(result: "Benchmark") -> dict[str, Any]:
-    """The figures by name: seconds, bytes, operations, rates per second, shares from 0 to 1."""
+    """The figures by name: seconds, bytes, operations, rates per second, joules, watts, shares from 0 to
+    1."""
     return {
         "model": result.spec.model_type,
         "recipe": None if result.recipe is None else result.recipe.to_json(),
@@ -154,6 +165,7 @@ def to_json(result: "Benchmark") -> dict[str, Any]:
         "isa": result.isa,
         "kv_dtype": result.kv_dtype,
         "peak_resident_bytes": result.peak_bytes,
+        "power": {"sources": list(result.power_sources), "note": result.power_note},
         "limits": [vars(limits) for limits in result.limits],
         "rows": [
             {
@@ -167,6 +179,9 @@ def to_json(result: "Benchmark") -> dict[str, Any]:
                 "bandwidth_share": result.bandwidth_share(row),
                 "operations": row.operations,
                 "integer_share": result.integer_share(row),
+                "joules_per_token": row.joules_per_token,
+                "watts": row.watts,
+                "slowed": list(row.slowed),
             }
             for row in result.rows
         ],

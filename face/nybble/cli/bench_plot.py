@@ -1,33 +1,12 @@
 """The plot of `nybble bench`: tokens per second by length."""
 
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import MissingDependencyError, OutputError, SettingError
+from .plot_file import save_plot
 
 if TYPE_CHECKING:
     from ..benchmarking import Benchmark
-
-
-def check_plot(target: Path) -> None:
-    """Raises where no plot could be written to `target`: `MissingDependencyError`, `SettingError`,
-    `OutputError`."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise MissingDependencyError(
-            'a plot needs matplotlib, which is not installed: pip install "nybble[bench]"'
-        ) from None
-    if target.suffix.lower() != ".png":
-        raise SettingError(f"--plot is {target}; expected a file that ends in .png")
-    if target.is_dir():
-        raise OutputError(f"--plot is {target}, which is a folder; expected a file")
-    try:
-        with open(target, "ab") if target.exists() else tempfile.TemporaryFile(dir=target.parent):
-            pass
-    except OSError as error:
-        raise OutputError(f"--plot is {target}, which cannot be written: {error.strerror}") from None
 
 
 def draw(result: "Benchmark", title: str, target: Path) -> None:
@@ -56,7 +35,4 @@ def draw(result: "Benchmark", title: str, target: Path) -> None:
         axis.grid(alpha=0.3)
         axis.legend()
     figure.suptitle(f"{title}, {'ONNX Runtime' if result.isa is None else result.isa}")
-    try:
-        figure.savefig(target, dpi=120, format="png")
-    except OSError as error:
-        raise OutputError(f"{target}: {error.strerror or error}") from error
+    save_plot(figure, target)

@@ -57,7 +57,7 @@ def command(
     from ..evaluation import evaluate_all
 
     if plot is not None:
-        from .bench_plot import check_plot
+        from .plot_file import check_plot
 
         check_plot(plot)
     chosen = opening(settings)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ..errors import OutputError, SettingError
 from ..export import open_artifact
-from .bench_plot import check_plot
+from .plot_file import check_plot
 
 
 def check_plot_of(artifact: Path, target: Path) -> None:

@@ -50,12 +50,14 @@ OPENING = (
         "--memory-budget", help='Such as "600MB", or a share such as 0.5 [default: from the device].'
     ),
     click.option("--no-cache", is_flag=True, help="Neither read nor keep a file of packed weights."),
+    click.option("--no-tuned", is_flag=True, help="Leave what `nybble tune` found."),
 )
 
 LOADING = (
     *OPENING,
     click.option("--threads", type=int, help="[default: from the device]"),
     click.option("--max-model-len", type=int, help="Context in tokens [default: from the device]."),
+    click.option("--low-power", is_flag=True, help="Half of the threads, which rest while they wait."),
 )
 
 
@@ -91,6 +93,7 @@ def opening(settings: dict[str, Any]) -> dict[str, Any]:
         "providers": list(settings.pop("providers")) or None,
         "memory_budget": settings.pop("memory_budget"),
         "cache": not settings.pop("no_cache"),
+        "tuned": not settings.pop("no_tuned"),
     }
 
 
@@ -102,5 +105,6 @@ def load(artifact: Path, settings: dict[str, Any]) -> "LLM":
         artifact,
         threads=settings.pop("threads"),
         max_model_len=settings.pop("max_model_len"),
+        low_power=settings.pop("low_power"),
         **opening(settings),
     )

@@ -1,0 +1,121 @@
+"""Measured limits are kept for one CPU, quota, instruction set and number of threads, and never trusted."""
+
+import json
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nybble.devices import MachineLimits, limits_cache, measured, probe, resolve_device
+from nybble.devices.limits_cache import LimitsKey, load_limits, measure_and_keep
+
+KEY = LimitsKey("Some CPU", "x86_64", 4, "avx2", 2)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "nybble"
+
+
+@pytest.fixture
+def rates(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the measurements give, one after the other, in place of half a second each."""
+    bandwidths = [11e9, 12e9, 10e9]
+    monkeypatch.setattr(
+        limits_cache,
+        "measure_limits",
+        lambda threads, isa: MachineLimits(threads, isa, bandwidths.pop(0), 300e9),
+    )
+    return bandwidths
+
+
+def test_what_was_measured_is_found_again(rates: list[float], cache: Path) -> None:
+    assert load_limits(KEY) is None
+    assert measure_and_keep(KEY) == load_limits(KEY) == MachineLimits(2, "avx2", 11e9, 300e9)
+    measure_and_keep(KEY)
+    found = load_limits(KEY)
+    assert found is not None
+    assert found.read_bandwidth == 12e9
+    # A busy machine measures less, and can do no less.
+    assert measure_and_keep(KEY) == load_limits(KEY) == found
+    assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"cpu": "Other CPU"}, {"cpu": None}, {"cores": 3}, {"isa": "scalar"}, {"threads": 1}]
+)
+def test_another_machine_finds_nothing(rates: list[float], change: dict[str, object]) -> None:
+    measure_and_keep(KEY)
+    other = replace(KEY, **change)  # type: ignore[arg-type]
+    assert load_limits(other) is None
+    # Not even in a file that was copied to where its own would be.
+    assert KEY.file is not None
+    assert other.file is not None
+    other.file.write_bytes(KEY.file.read_bytes())
+    assert load_limits(other) is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"[]",
+        b'{"cpu": "Some CPU"}',
+        b" " * 70_000,
+        lambda data: {**data, "read_bandwidth": 0},
+        lambda data: {**data, "read_bandwidth": True},
+        lambda data: {**data, "integer_rate": "fast"},
+        lambda data: {**data, "integer_rate": float("inf")},
+        lambda data: {**data, "integer_rate": float("nan")},
+    ],
+)
+def test_a_damaged_file_is_ignored_and_replaced(rates: list[float], damage: object) -> None:
+    measure_and_keep(KEY)
+    assert KEY.file is not None
+    if callable(damage):
+        damage = json.dumps(damage(json.loads(KEY.file.read_text()))).encode()
+    assert isinstance(damage, bytes)
+    KEY.file.write_bytes(damage)
+    assert load_limits(KEY) is None
+    measure_and_keep(KEY)
+    assert load_limits(KEY) is not None
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(cache: Path) -> None:
+    cache.mkdir()
+    assert KEY.file is not None
+    os.mkfifo(KEY.file)
+    finder = threading.Thread(target=load_limits, args=(KEY,), daemon=True)
+    finder.start()
+    finder.join(30)
+    assert not finder.is_alive()
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_the_file(rates: list[float], cache: Path) -> None:
+    cache.write_text("a file where the folder would be")
+    assert measure_and_keep(KEY).read_bandwidth == 11e9
+    assert load_limits(KEY) is None
+
+
+def test_without_kernels_a_machine_is_not_measured(make_tree) -> None:
+    machine = measured(probe(make_tree({}), providers=False))
+    assert machine.limits is None
+    assert any(note.startswith("measured limits:") for note in machine.notes)
+
+
+def test_auto_takes_the_bandwidth_that_was_kept_and_never_measures(rates: list[float]) -> None:
+    pytest.importorskip("nybble._kernels")
+    assert probe(providers=False).limits is None
+    assert resolve_device("auto").bandwidth is None
+    machine = measured(probe(providers=False))
+    assert machine.limits is not None
+    assert resolve_device("auto").bandwidth == machine.limits.read_bandwidth == 11e9
+    assert measured(probe(providers=False)).limits == machine.limits
+    again = measured(probe(providers=False), again=True)
+    assert again.limits is not None
+    assert again.limits.read_bandwidth == 12e9
