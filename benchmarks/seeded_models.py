@@ -1,6 +1,6 @@
 """Models of known shapes with seeded random weights: memory and speed depend on a model's shape alone, so
-that none needs to be downloaded. Their tokenizer is SmolLM2's, whatever their vocabulary; `write_tokenizer` takes
-it out of the GGUF file, which as a file of its own it would not come from."""
+that none needs to be downloaded. Their tokenizer is SmolLM2's, whatever their vocabulary; `write_tokenizer`
+takes it out of the GGUF file, which as a file of its own it would not come from."""
 
 from collections.abc import Mapping
 from contextlib import closing

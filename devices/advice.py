@@ -98,7 +98,7 @@ def _way(words: tuple[str, ...], run: RunSettings) -> Way:
         fewer = (replace(run, residency=residency) for residency in residencies(run.spec.num_layers))
         run = next(some for some in fewer if plan_memory(some).fits)
         plan = plan_memory(run)
-    speeds = predict(run, plan, Rates.of(run.profile)) if run.executor == "cpu" else None
+    speeds = predict(run, plan, Rates.of(run.profile))
     return Way(" and ".join(words), plan.total, speeds.decode if speeds else None)
 
 

@@ -73,8 +73,11 @@ class Speeds:
 
 def predict(run: RunSettings, plan: MemoryPlan, rates: Rates | None, length: int = 512) -> Speeds | None:
     """Speeds of `plan`, which is `run`'s, at `length` tokens or the context where that is shorter. None
-    without rates, or without the disk's where weights are streamed."""
+    without rates, without the disk's where weights are streamed, and for what was not looked into: ONNX
+    Runtime on a CPU, unquantized models."""
     if rates is None or (plan.residency.streams and rates.disk_bandwidth is None):
+        return None
+    if run.executor == "ort" and (run.profile.memory_kind == "host" or run.recipe is None):
         return None
     roofline = Roofline(run, plan, rates)
     length = max(1, min(length, plan.context - 1))

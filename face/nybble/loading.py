@@ -114,7 +114,7 @@ def load(
                 model.recipe,
                 profile,
                 context=max_model_len,
-                kv_dtype=_kv_dtype(kv_dtype, profile, kind),
+                kv_dtype=choose_kv_dtype(kv_dtype, profile, kind),
                 half=model.half,
                 token_budget=max_batch_tokens,
                 threads=threads,
@@ -167,7 +167,8 @@ def choose_executor(asked: str, profile: DeviceProfile, providers: Sequence[str]
     return "cpu" if on_cpu and find_spec("nybble._kernels") is not None else "ort"
 
 
-def _kv_dtype(asked: str | None, profile: DeviceProfile, executor: ExecutorKind) -> KvDtype:
+def choose_kv_dtype(asked: str | None, profile: DeviceProfile, executor: ExecutorKind) -> KvDtype:
+    """The cache's type that `asked`, None for the profile's, means to an executor. Raises `SettingError`."""
     allowed: tuple[KvDtype, ...] = ("f32", "f16", "int8") if executor == "cpu" else ("f32", "f16")
     if asked is None:
         # The nearest that the executor has: our kernels gain nothing from f32, ONNX Runtime has no int8.
