@@ -114,7 +114,7 @@ def load(
             opened = (
                 _open_ort(model, profile, providers, threads)
                 if kind == "ort" and isinstance(model, RunnableArtifact)
-                else _open_cpu(model, threads, plan, max_batch_tokens, cache, low_power)
+                else _open_cpu(model, threads, plan, max_batch_tokens, cache)
             )
         try:
             opened.allocate_kv(plan.num_pages, plan.page_size, plan.kv_dtype)
@@ -177,15 +177,13 @@ def eos_token_ids(
 
 
 def _open_cpu(
-    model: Runnable, threads: int, plan: MemoryPlan, max_batch_tokens: int, cache: bool, low_power: bool
+    model: Runnable, threads: int, plan: MemoryPlan, max_batch_tokens: int, cache: bool
 ) -> Executor:
     from .runtime.cpu_executor import CpuExecutor
 
     choose_isa()  # a NYBBLE_ISA that is not there is refused before anything is packed
     executor = CpuExecutor.from_packed(model.packed(cache), threads=threads, max_position=plan.context)
     executor.reserve(max_batch_tokens, plan.sequences)
-    if low_power:
-        executor.save_power()
     return executor
 
 
