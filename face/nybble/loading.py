@@ -70,7 +70,7 @@ def load(
     target_token_ms: float | None = None,
     speculation: str | Path = "off",
     low_power: bool = False,
-    tuned: bool = True,
+    tuned: bool = False,
 ) -> Loaded:
     """Opens a model for `LLM`, whose parameters these are."""
     if executor not in ("auto", "cpu", "ort"):
