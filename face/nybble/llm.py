@@ -47,8 +47,8 @@ class LLM:
       of a smaller model with the same tokens, which counts toward the memory budget; "off"; "auto", "ngram"
       on our kernels. As much is guessed as is measured to pay.
 
-    - `low_power`: fewer joules for slower answers: half of the device's threads unless `threads` says how
-      many, which on our kernels sleep as soon as they wait.
+    - `low_power`: less energy for slower answers: half of the threads that it would have, unless `threads`
+      says how many.
     - `tuned`: whether what `nybble tune` found for this model on this CPU stands in for the defaults of
       threads, token budget, KV type and speculation, where `device` is "auto" and our kernels run.
 

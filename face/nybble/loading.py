@@ -84,7 +84,7 @@ def load(
     target_token_ms: float | None = None,
     speculation: str | Path = "off",
     low_power: bool = False,
-    tuned: bool = True,
+    tuned: bool = False,
     scratch_folder: str | Path | None = None,
 ) -> Loaded:
     """Opens a model for `LLM`, whose parameters these are."""
@@ -131,7 +131,7 @@ def load(
             opened = (
                 _open_ort(model, profile, providers, threads)
                 if kind == "ort" and isinstance(model, RunnableArtifact)
-                else _open_cpu(model, threads, plan, cache, scratch, low_power)
+                else _open_cpu(model, threads, plan, cache, scratch)
             )
         try:
             opened.allocate_kv(plan.num_pages, plan.page_size, plan.kv_dtype)
@@ -214,7 +214,7 @@ def _shares_pages(plan: MemoryPlan, executor: ExecutorKind) -> bool:
 
 
 def _open_cpu(
-    model: Runnable, threads: int, plan: MemoryPlan, cache: bool, scratch: Path, low_power: bool
+    model: Runnable, threads: int, plan: MemoryPlan, cache: bool, scratch: Path
 ) -> Executor:
     from .runtime.cpu_executor import CpuExecutor
 
@@ -224,8 +224,6 @@ def _open_cpu(
         source, threads=threads, max_position=plan.context, residency=plan.residency
     )
     executor.reserve(plan.token_budget, plan.sequences)
-    if low_power:
-        executor.save_power()
     return executor
 
 
