@@ -4,6 +4,7 @@ from .artifact import Artifact, open_artifact
 from .artifact_writer import artifact_bytes, check_formats, write_artifact
 from .atomic import check_output
 from .manifest import Manifest
+from .quality import write_quality
 from .verify import verify_files, verify_integers
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "verify_files",
     "verify_integers",
     "write_artifact",
+    "write_quality",
 ]

@@ -68,11 +68,12 @@ def _target_and_normalizer(
     for row, ids in enumerate(token_ids):
         scores = np.asarray(logits[row])[:-1].astype(np.float32)
         chosen[row] = np.take_along_axis(scores, ids[1:, None].astype(np.int64), 1)[:, 0]
-        normalizer[row] = _log_sum_exp(scores)
+        normalizer[row] = log_sum_exp(scores)
     return chosen, normalizer
 
 
-def _log_sum_exp(scores: NDArray[np.float32]) -> NDArray[np.float64]:
+def log_sum_exp(scores: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Over the last axis."""
     top = scores.max(axis=-1, keepdims=True)
     sums = np.exp(scores - top).sum(axis=-1, dtype=np.float64)
     return np.asarray(np.log(sums) + top[..., 0])
@@ -81,6 +82,6 @@ def _log_sum_exp(scores: NDArray[np.float32]) -> NDArray[np.float64]:
 def kl_divergence(reference: Any, other: Any) -> NDArray[np.float64]:
     """KL(reference ‖ other) in nats at each position, [...], of logits [..., vocab] float32."""
     p, q = (np.asarray(x, np.float32) for x in (reference, other))
-    p_log = p - _log_sum_exp(p)[..., None]
-    q_log = q - _log_sum_exp(q)[..., None]
+    p_log = p - log_sum_exp(p)[..., None]
+    q_log = q - log_sum_exp(q)[..., None]
     return np.asarray((np.exp(p_log) * (p_log - q_log)).sum(axis=-1))

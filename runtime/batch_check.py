@@ -57,9 +57,9 @@ def check_kinds(batch: Batch, names: Iterable[str] = tuple(DIMENSIONS)) -> None:
 
 
 def check_slots(batch: Batch, page_size: int) -> None:
-    """The part of `check_batch` that compares a step's tokens with each other, for an executor that checks
-    the rest itself. Raises `ExecutorError` where a group's slot is written twice, or a page by two sequences;
-    or where the arrays that say so have no sound shape."""
+    """The part of `check_batch` that compares a step's tokens with each other. Raises `ExecutorError` where a
+    group's slot is written twice, or a page by two sequences; or where the arrays that say so have no sound
+    shape."""
     tokens = len(batch.token_ids)
     if tokens < 2:
         return

@@ -18,7 +18,7 @@ from ..errors import (
 from ..export.weights import LogicalWeights
 from ..models.spec import ModelSpec
 from .batch import Batch
-from .batch_check import DIMENSIONS, check_group, check_kinds, check_slots
+from .batch_check import DIMENSIONS, check_group, check_kinds
 from .executor import KvDtype, KvLayout
 from .packed_weights import SYMMETRIC, FreshlyPacked, PackedLinear, PackedSource
 
@@ -171,7 +171,6 @@ class CpuExecutor:
             rows = len(batch.logit_rows)
             if rows > len(self._logits):
                 self._logits = np.empty((rows, decoder.logit_stride), np.float32)
-            check_slots(batch, PAGE_SIZE)
             decoder.step(
                 batch.token_ids,
                 batch.cu_seqlens,

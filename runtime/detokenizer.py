@@ -1,15 +1,48 @@
 """Tokens to text while they arrive: whole characters only, and no part of a stop string."""
 
+import codecs
 from collections.abc import Sequence
+from typing import Protocol
 
 from .tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 
 
-class IncrementalDetokenizer:
+class Detokenizer(Protocol):
     """Text piece by piece. The pieces together are `tokenizer.decode` of all tokens, and none ends inside a
-    UTF-8 character.
+    UTF-8 character."""
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; empty while a character is incomplete."""
+        ...
+
+    def finish(self) -> str:
+        """What is left at the end, incomplete characters as U+FFFD."""
+        ...
+
+
+def detokenizer(tokenizer: Tokenizer) -> Detokenizer:
+    """One for a text of this tokenizer's tokens."""
+    return ByteLevelDetokenizer(tokenizer) if tokenizer.is_byte_level else WindowDetokenizer(tokenizer)
+
+
+class ByteLevelDetokenizer:
+    """`Detokenizer` of a tokenizer whose tokens are bytes, whatever stands before them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bytes_of = tokenizer.token_bytes
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token: int) -> str:
+        return self._decode(self._bytes_of(token))
+
+    def finish(self) -> str:
+        return self._decode(b"", True)
+
+
+class WindowDetokenizer:
+    """`Detokenizer` of any tokenizer.
 
     A token's text may depend on the one before it (a space that is dropped at the beginning only), so each
     piece is decoded together with the tokens of the one before.
@@ -22,7 +55,6 @@ class IncrementalDetokenizer:
         self._in_bytes = False  # the last token that has a text is a byte
 
     def push(self, token: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
         self._pending.append(token)
         if self._tokenizer.has_text(token):
             self._in_bytes = self._tokenizer.is_byte_token(token)
@@ -35,7 +67,6 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """What is left at the end, incomplete characters as U+FFFD."""
         text = self._text() if self._pending else ""
         self._before, self._pending = [], []
         return text

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ..errors import NybbleError
 from ..kvcache import SequenceBlocks
-from .detokenizer import IncrementalDetokenizer, StopStrings
+from .detokenizer import StopStrings, detokenizer
 from .outputs import CompletionOutput, FinishReason, Logprob, Piece, RequestOutput, Timings
 from .sampling_params import SamplingParams
 from .sequence_state import SequenceState
@@ -103,7 +103,7 @@ class Sequence(SequenceState):
         self._text: list[str] = []
         self._shown = 0  # parts of it that pieces carry
         self._logprobs: list[dict[int, Logprob]] = []
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._detokenizer = detokenizer(tokenizer)
         self._stops = StopStrings(request.params.stop_strings)
         self._first_token_at: float | None = None
         self._ended_at: float | None = None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from ..errors import ModelFormatError, RequestError, UnsupportedModelError
+from .byte_level import byte_level_bytes
 from .chat_messages import Message, check_messages, plain
 from .tokenizer_files import find_template, special_tokens
 
@@ -66,6 +67,8 @@ class Tokenizer:
         self._control_pattern = _any_of(self._control)
         self._special_pattern = _any_of([text for text, token in self._control.items() if token.special])
         self._around = self._encode(self._tokenizer, "", True, recognise=False)
+        self._is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
+        self._token_bytes: dict[int, bytes] = {}  # of those asked for so far
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
@@ -140,6 +143,20 @@ class Tokenizer:
     def has_text(self, token: int) -> bool:
         """Whether the token shows in a decoded text: special ones do not, nor ids of no token."""
         return token not in self._special_ids and self._tokenizer.id_to_token(token) is not None
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether a decoded text is its tokens' bytes one after the other, `token_bytes`."""
+        return self._is_byte_level
+
+    def token_bytes(self, token: int) -> bytes:
+        """The token's part of a decoded text, of a tokenizer that `is_byte_level`; special tokens and ids
+        without a token have none."""
+        found = self._token_bytes.get(token)
+        if found is None:
+            text = None if token in self._special_ids else self._tokenizer.id_to_token(token)
+            found = self._token_bytes[token] = b"" if text is None else byte_level_bytes(text)
+        return found
 
     def is_byte_token(self, token: int) -> bool:
         """Whether the token is one byte of a byte-fallback vocabulary, `<0x0A>`."""

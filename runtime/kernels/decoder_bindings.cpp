@@ -13,6 +13,7 @@
 
 #include "arguments.h"
 #include "decoder.h"
+#include "written_pages.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -156,6 +157,7 @@ class PyDecoder {
         }
         if (type < 0 || type > 2) fail("kv_dtype", "is unknown");
         decoder_->allocate_kv(num_blocks, static_cast<KvType>(type));
+        written_.allocate(num_blocks);
     }
 
     void reserve(int tokens, int sequences, int rows) {
@@ -191,6 +193,7 @@ class PyDecoder {
         check_range("logit_rows", logit_rows.data(), logit_rows.size(), 0, in.tokens);
         check_range("past_lens", past_lens.data(), past_lens.size(), 0, c.max_position);
         check_sequences(c, cu_seqlens.data(), past_lens.data(), block_table.data(), in);
+        check_slots(cu_seqlens.data(), slot_mapping.data(), in);
         if (logits.shape(0) < logit_rows.size() ||
             logits.shape(1) != static_cast<size_t>(decoder_->logit_stride())) {
             fail("logits", "has the wrong shape");
@@ -299,8 +302,33 @@ class PyDecoder {
         }
     }
 
+    // No slot of a group is written twice, and no page for two sequences.
+    void check_slots(const int32_t* cu, const int32_t* slots, const StepInput& in) {
+        for (int group = 0; group < decoder_->config().num_groups; ++group, slots += in.tokens) {
+            written_.begin();
+            for (int s = 0; s < in.sequences; ++s) {
+                for (int t = cu[s]; t < cu[s + 1]; ++t) {
+                    if (slots[t] >= 0) check_slot(slots[t], s, group);
+                }
+            }
+        }
+    }
+
+    void check_slot(int32_t slot, int sequence, int group) {
+        const WrittenPages::Conflict conflict = written_.write(slot, sequence);
+        if (conflict == WrittenPages::Conflict::kNone) return;
+        const std::string of_group = " of group " + std::to_string(group);
+        if (conflict == WrittenPages::Conflict::kSlotTwice) {
+            fail("slot_mapping", "writes slot " + std::to_string(slot) + of_group + " twice");
+        }
+        fail("slot_mapping", "writes page " + std::to_string(slot / kPageTokens) + of_group +
+                                 " for sequences " + std::to_string(written_.writer(slot)) + " and " +
+                                 std::to_string(sequence));
+    }
+
     std::vector<nb::object> keep_;
     std::unique_ptr<Decoder> decoder_;
+    WrittenPages written_;
 };
 
 // A matrix product alone, for tests and benchmarks: y = x Wᵀ as the decoder computes it.

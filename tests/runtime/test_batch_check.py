@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from decoders import load, quantized
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nybble.errors import ExecutorError
@@ -41,17 +41,20 @@ def batches(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
     return lengths, slots
 
 
+def collide(lengths: list[int], slots: list[list[int]], page_size: int) -> bool:
+    owners = [sequence for sequence, length in enumerate(lengths) for _ in range(length)]
+    for group in slots:
+        written = [(slot, owner) for slot, owner in zip(group, owners, strict=True) if slot >= 0]
+        pages = {(slot // page_size, owner) for slot, owner in written}
+        if len({slot for slot, _ in written}) < len(written) or len({page for page, _ in pages}) < len(pages):
+            return True
+    return False
+
+
 @given(case=batches())
 def test_a_slot_is_written_once_and_a_page_by_one_sequence(case: tuple[list[int], list[list[int]]]) -> None:
     lengths, slots = case
-    owners = [sequence for sequence, length in enumerate(lengths) for _ in range(length)]
-    collides = False
-    for group in slots:
-        written = [(slot, owner) for slot, owner in zip(group, owners, strict=True) if slot >= 0]
-        pages = {(slot // PAGE, owner) for slot, owner in written}
-        collides |= len({slot for slot, _ in written}) < len(written)
-        collides |= len({page for page, _ in pages}) < len(pages)
-    if collides:
+    if collide(lengths, slots, PAGE):
         with pytest.raises(ExecutorError, match="slot_mapping writes"):
             check_slots(batch_of(lengths, slots), PAGE)
     else:
@@ -97,3 +100,17 @@ def test_both_executors_refuse_with_the_same_line(executor: Executor, slots: lis
     assert str(caught.value) == message
     assert executor.read_blocks(np.arange(8, dtype=np.int32)) == before
     executor.step(replace(batch, slot_mapping=np.array([[32, 33, 48]], np.int32)))
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=batches())
+def test_both_executors_refuse_the_same_slots(
+    executor: Executor, case: tuple[list[int], list[list[int]]]
+) -> None:
+    lengths, slots = case
+    batch = batch_of(lengths, slots[:1])
+    if collide(lengths, slots[:1], 16):
+        with pytest.raises(ExecutorError, match="slot_mapping writes"):
+            executor.step(batch)
+    else:
+        executor.step(batch)

@@ -7,9 +7,27 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nybble.runtime.detokenizer import IncrementalDetokenizer, StopStrings
+from nybble.runtime.detokenizer import (
+    ByteLevelDetokenizer,
+    Detokenizer,
+    StopStrings,
+    WindowDetokenizer,
+    detokenizer,
+)
 from nybble.runtime.tokenizer import Tokenizer
 
+# Beginnings and rests of characters, surrogates, overlong forms, numbers past Unicode's last.
+INCOMPLETE = [
+    b"\xc3",
+    b"\xa9",
+    b"\xe2\x82",
+    b"\xf0\x9f",
+    b"\xed\xa0\x80",
+    b"\xc0\x80",
+    b"\xf4\x90",
+    b"\xff",
+    b"a",
+]
 KINDS = ("byte_level", "metaspace", "prepend")
 
 
@@ -22,9 +40,9 @@ def tokenizers(tokenizer_json: dict[str, bytes]) -> dict[str, Tokenizer]:
     }
 
 
-def stream(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    return [detokenizer.push(i) for i in ids] + [detokenizer.finish()]
+def stream(tokenizer: Tokenizer, ids: list[int], made: Detokenizer | None = None) -> list[str]:
+    made = made or detokenizer(tokenizer)
+    return [made.push(i) for i in ids] + [made.finish()]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -36,6 +54,30 @@ def test_pieces_of_any_tokens_make_the_whole(
     tokenizer = tokenizers[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+    assert "".join(stream(tokenizer, ids, WindowDetokenizer(tokenizer))) == tokenizer.decode(ids)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    raw=st.binary(max_size=12) | st.lists(st.sampled_from(INCOMPLETE)).map(b"".join), id=st.integers(0, 300)
+)
+def test_bytes_that_are_no_text_are_replaced_alike(
+    raw: bytes, id: int, tokenizers: dict[str, Tokenizer]
+) -> None:
+    """Python's decoder and the library's put as many U+FFFD for the same bytes."""
+    tokenizer = tokenizers["byte_level"]
+    of_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    ids = [*(of_byte[bytes([byte])] for byte in raw), id]
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_only_byte_level_tokenizers_are_decoded_by_bytes(tokenizers: dict[str, Tokenizer]) -> None:
+    made = {kind: type(detokenizer(tokenizer)) for kind, tokenizer in tokenizers.items()}
+    assert made == {
+        "byte_level": ByteLevelDetokenizer,
+        "metaspace": WindowDetokenizer,
+        "prepend": WindowDetokenizer,
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,6 +15,8 @@ COMMANDS = {
     "run": "Answer one prompt.",
     "chat": "Talk to a model in the terminal.",
     "info": "Show what an artifact holds.",
+    "eval": "Measure how good a model is: perplexity, loss against a reference, questions.",
+    "compare": "Put several models in one table: size, quality, speed.",
     "bench": "Measure a model's speed and its share of what this machine can do.",
     "verify": "Check an artifact: checksums, integers of both halves, logits.",
     "devices": "Show this machine and the device profiles.",
