@@ -19,7 +19,7 @@ from .devices import (
     resolve_device,
 )
 from .errors import ModelFormatError, SettingError
-from .runnable import Runnable, RunnableArtifact, open_runnable
+from .runnable import Runnable, RunnableArtifact, RunnableCheckpoint, open_runnable
 from .runtime.executor import Executor, KvDtype
 from .runtime.speculation import Speculator
 from .runtime.tokenizer import Tokenizer
@@ -104,7 +104,7 @@ def load(
             tokenizer, digest = Tokenizer(model.tokenizer_files), model.digest
             opened = (
                 _open_ort(model, profile, providers, threads)
-                if kind == "ort" and isinstance(model, RunnableArtifact)
+                if kind == "ort" and isinstance(model, RunnableArtifact | RunnableCheckpoint)
                 else _open_cpu(model, threads, plan, max_batch_tokens, cache)
             )
         try:
@@ -189,12 +189,17 @@ def _with_options(
 
 
 def _open_ort(
-    model: RunnableArtifact, profile: DeviceProfile, providers: Sequence[str] | None, threads: int
+    model: RunnableArtifact | RunnableCheckpoint,
+    profile: DeviceProfile,
+    providers: Sequence[str] | None,
+    threads: int,
 ) -> Executor:
     from .runtime.ort_executor import OrtExecutor
     from .runtime.ort_session import ort
 
     chosen = _with_options(profile, providers, ort.get_available_providers())
+    if isinstance(model, RunnableCheckpoint):
+        return OrtExecutor.from_weights(model.weights, providers=chosen, threads=threads)
     artifact = model.artifact
     if model.half == "onnx":
         return OrtExecutor.from_file(artifact.onnx_path, providers=chosen, threads=threads)
