@@ -29,7 +29,7 @@ from .devices import (
 )
 from .errors import ModelFormatError, SettingError
 from .kvcache import FileStore
-from .runnable import Runnable, RunnableArtifact, open_runnable
+from .runnable import Runnable, RunnableArtifact, RunnableCheckpoint, open_runnable
 from .runtime.executor import Executor, KvDtype
 from .runtime.speculation import Speculator
 from .runtime.tokenizer import Tokenizer
@@ -84,7 +84,7 @@ def load(
     target_token_ms: float | None = None,
     speculation: str | Path = "off",
     low_power: bool = False,
-    tuned: bool = True,
+    tuned: bool = False,
     scratch_folder: str | Path | None = None,
 ) -> Loaded:
     """Opens a model for `LLM`, whose parameters these are."""
@@ -130,8 +130,8 @@ def load(
             give_back_freed_memory()
             opened = (
                 _open_ort(model, profile, providers, threads)
-                if kind == "ort" and isinstance(model, RunnableArtifact)
-                else _open_cpu(model, threads, plan, cache, scratch, low_power)
+                if kind == "ort" and isinstance(model, RunnableArtifact | RunnableCheckpoint)
+                else _open_cpu(model, threads, plan, cache, scratch)
             )
         try:
             opened.allocate_kv(plan.num_pages, plan.page_size, plan.kv_dtype)
@@ -213,9 +213,7 @@ def _shares_pages(plan: MemoryPlan, executor: ExecutorKind) -> bool:
     return executor == "cpu" and plan.num_pages * plan.page_size < plan.sequences * plan.context
 
 
-def _open_cpu(
-    model: Runnable, threads: int, plan: MemoryPlan, cache: bool, scratch: Path, low_power: bool
-) -> Executor:
+def _open_cpu(model: Runnable, threads: int, plan: MemoryPlan, cache: bool, scratch: Path) -> Executor:
     from .runtime.cpu_executor import CpuExecutor
 
     choose_isa()  # a NYBBLE_ISA that is not there is refused before anything is packed
@@ -224,8 +222,6 @@ def _open_cpu(
         source, threads=threads, max_position=plan.context, residency=plan.residency
     )
     executor.reserve(plan.token_budget, plan.sequences)
-    if low_power:
-        executor.save_power()
     return executor
 
 
@@ -240,12 +236,17 @@ def _with_options(
 
 
 def _open_ort(
-    model: RunnableArtifact, profile: DeviceProfile, providers: Sequence[str] | None, threads: int
+    model: RunnableArtifact | RunnableCheckpoint,
+    profile: DeviceProfile,
+    providers: Sequence[str] | None,
+    threads: int,
 ) -> Executor:
     from .runtime.ort_executor import OrtExecutor
     from .runtime.ort_session import ort
 
     chosen = _with_options(profile, providers, ort.get_available_providers())
+    if isinstance(model, RunnableCheckpoint):
+        return OrtExecutor.from_weights(model.weights, providers=chosen, threads=threads)
     artifact = model.artifact
     if model.half == "onnx":
         return OrtExecutor.from_file(artifact.onnx_path, providers=chosen, threads=threads)
