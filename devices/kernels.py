@@ -67,7 +67,7 @@ def measure_limits(threads: int, isa: str = "") -> MachineLimits:
     try:
         loop = _kernels.DotLoop(threads, chosen)
         rate = _integer_rate(loop)
-        memory = _kernels.MemoryRead(threads, _buffer_bytes())
+        memory = _kernels.MemoryRead(threads, read_buffer_bytes())
     except ValueError as error:
         raise SettingError(str(error)) from None
     except MemoryError:
@@ -92,6 +92,7 @@ def _best(run: Callable[[], float]) -> float:
     return shortest
 
 
-def _buffer_bytes() -> int:
+def read_buffer_bytes() -> int:
+    """Memory that `measure_limits` takes for a moment."""
     largest = max((cache.bytes for cache in read_cpu().caches or ()), default=0)
     return min(max(_SMALLEST_BUFFER, _CACHES * largest), _LARGEST_BUFFER)

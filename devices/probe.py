@@ -5,12 +5,13 @@ import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import MissingDependencyError, NybbleError, SettingError
+from ..errors import NybbleError, SettingError
 from .cgroup import read_cgroup_limits
 from .cpu import CpuCache, read_cpu
 from .gpu import Gpu, read_gpus
-from .kernels import MachineLimits, choose_isa, kernel_sets
+from .kernels import MachineLimits, choose_isa, kernel_sets, read_buffer_bytes
 from .limits_cache import LimitsKey, load_limits, measure_and_keep
+from .sizes import format_bytes
 
 _ROOT = Path("/")
 
@@ -102,16 +103,22 @@ def probe(root: Path = _ROOT, providers: bool = True) -> Machine:
 
 def measured(machine: Machine, again: bool = False) -> Machine:
     """The machine with its limits: those that were kept, else, or with `again`, measured for half a second
-    and kept. Without kernels, and where no memory is left for it, as it is with a line in its notes."""
-    key = machine.limits_key()
+    and kept. Without kernels, and where that takes more than half of the usable memory, as it is with a line
+    in its notes."""
     if machine.limits is not None and not again:
         return machine
-    try:
-        if key is None:
-            raise MissingDependencyError("no kernels here to measure with")
-        return replace(machine, limits=measure_and_keep(key))
-    except NybbleError as error:
-        return replace(machine, notes=(*machine.notes, f"measured limits: {error}"))
+    key, needed, usable = machine.limits_key(), read_buffer_bytes(), machine.usable_memory
+    if key is None:
+        why = "no kernels here to measure with"
+    elif usable is not None and needed > usable / 2:
+        # Past a control group's limit the kernel ends the process, and says nothing.
+        why = f"they take {format_bytes(needed)}, over half of the {format_bytes(usable)} usable now"
+    else:
+        try:
+            return replace(machine, limits=measure_and_keep(key))
+        except NybbleError as error:
+            why = str(error)
+    return replace(machine, notes=(*machine.notes, f"measured limits: {why}"))
 
 
 def _kernel_isa(notes: list[str]) -> str | None:

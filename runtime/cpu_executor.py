@@ -141,11 +141,6 @@ class CpuExecutor:
         """Threads that run a step, the calling one included."""
         return int(self._open().threads)
 
-    def save_power(self) -> None:
-        """From now on threads that wait for others, or for the next step, sleep soon instead of looking for
-        it: a step takes longer, and the cores rest in between."""
-        self._open().save_power()
-
     def _open(self) -> Any:
         if self._decoder is None:
             raise ExecutorError("the executor is closed")

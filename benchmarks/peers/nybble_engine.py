@@ -24,6 +24,7 @@ class NybbleEngine:
             max_model_len=context,
             max_sequences=sequences,
             **settings,
+            tuned=False,
         )
         self._settings = settings
 

@@ -19,6 +19,7 @@ class Nybble:
             max_sequences=sequences,
             kv_dtype=kv_dtype,
             speculation="off",  # a step a token, as the peers decode
+            tuned=False,
         )
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, float, list[list[int]]]:

@@ -21,9 +21,9 @@ from .streams import TokenStream
 
 
 class LLM:
-    """A model, opened from an artifact folder or a GGUF file and run in this process. A GGUF file runs on our
-    own kernels, at its own bits in Q4_0, Q4_1 and Q8_0 and else in 8; the alias `smollm2` names one where
-    there is no such path.
+    """A model, opened from an artifact folder, a GPTQ or AWQ checkpoint, or a GGUF file, and run in this
+    process. A GGUF file runs on our own kernels, at its own bits in Q4_0, Q4_1 and Q8_0 and else in 8; the
+    alias `smollm2` names one where there is no such path.
 
     - `device`: "auto", or a device profile by name or file; it decides threads, memory, context and cache.
     - `executor`: "cpu", our own kernels, the same bits whatever else runs; "ort", ONNX Runtime; "auto" is the
@@ -47,8 +47,8 @@ class LLM:
       of a smaller model with the same tokens, which counts toward the memory budget; "off"; "auto", "ngram"
       on our kernels. As much is guessed as is measured to pay.
 
-    - `low_power`: fewer joules for slower answers: half of the device's threads unless `threads` says how
-      many, which on our kernels sleep as soon as they wait.
+    - `low_power`: less energy for slower answers: half of the threads that it would have, unless `threads`
+      says how many.
     - `tuned`: whether what `nybble tune` found for this model on this CPU stands in for the defaults of
       threads, token budget, KV type and speculation, where `device` is "auto" and our kernels run.
 

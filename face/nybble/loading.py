@@ -31,7 +31,7 @@ from .devices import (
 )
 from .errors import DoesNotFitError, ModelFormatError, SettingError
 from .kvcache import FileStore
-from .runnable import Runnable, RunnableArtifact, open_runnable
+from .runnable import Runnable, RunnableArtifact, RunnableCheckpoint, open_runnable
 from .runtime.executor import Executor, KvDtype
 from .runtime.speculation import Speculator
 from .runtime.tokenizer import Tokenizer
@@ -87,7 +87,7 @@ def load(
     target_token_ms: float | None = None,
     speculation: str | Path = "off",
     low_power: bool = False,
-    tuned: bool = True,
+    tuned: bool = False,
     scratch_folder: str | Path | None = None,
 ) -> Loaded:
     """Opens a model for `LLM`, whose parameters these are."""
@@ -117,7 +117,7 @@ def load(
                 model.recipe,
                 profile,
                 context=max_model_len,
-                kv_dtype=_kv_dtype(kv_dtype, profile, kind),
+                kv_dtype=choose_kv_dtype(kv_dtype, profile, kind),
                 half=model.half,
                 token_budget=max_batch_tokens,
                 threads=threads,
@@ -134,8 +134,8 @@ def load(
             with _explained(run, plan):
                 opened = (
                     _open_ort(model, profile, providers, threads)
-                    if kind == "ort" and isinstance(model, RunnableArtifact)
-                    else _open_cpu(model, threads, plan, cache, scratch, low_power)
+                    if kind == "ort" and isinstance(model, RunnableArtifact | RunnableCheckpoint)
+                    else _open_cpu(model, threads, plan, cache, scratch)
                 )
         try:
             with _explained(run, plan):
@@ -173,7 +173,8 @@ def choose_executor(asked: str, profile: DeviceProfile, providers: Sequence[str]
     return "cpu" if on_cpu and find_spec("nybble._kernels") is not None else "ort"
 
 
-def _kv_dtype(asked: str | None, profile: DeviceProfile, executor: ExecutorKind) -> KvDtype:
+def choose_kv_dtype(asked: str | None, profile: DeviceProfile, executor: ExecutorKind) -> KvDtype:
+    """The cache's type that `asked`, None for the profile's, means to an executor. Raises `SettingError`."""
     allowed: tuple[KvDtype, ...] = ("f32", "f16", "int8") if executor == "cpu" else ("f32", "f16")
     if asked is None:
         # The nearest that the executor has: our kernels gain nothing from f32, ONNX Runtime has no int8.
@@ -228,9 +229,7 @@ def _shares_pages(plan: MemoryPlan, executor: ExecutorKind) -> bool:
     return executor == "cpu" and plan.num_pages * plan.page_size < plan.sequences * plan.context
 
 
-def _open_cpu(
-    model: Runnable, threads: int, plan: MemoryPlan, cache: bool, scratch: Path, low_power: bool
-) -> Executor:
+def _open_cpu(model: Runnable, threads: int, plan: MemoryPlan, cache: bool, scratch: Path) -> Executor:
     from .runtime.cpu_executor import CpuExecutor
 
     choose_isa()  # a NYBBLE_ISA that is not there is refused before anything is packed
@@ -239,8 +238,6 @@ def _open_cpu(
         source, threads=threads, max_position=plan.context, residency=plan.residency
     )
     executor.reserve(plan.token_budget, plan.sequences)
-    if low_power:
-        executor.save_power()
     return executor
 
 
@@ -255,12 +252,17 @@ def _with_options(
 
 
 def _open_ort(
-    model: RunnableArtifact, profile: DeviceProfile, providers: Sequence[str] | None, threads: int
+    model: RunnableArtifact | RunnableCheckpoint,
+    profile: DeviceProfile,
+    providers: Sequence[str] | None,
+    threads: int,
 ) -> Executor:
     from .runtime.ort_executor import OrtExecutor
     from .runtime.ort_session import ort
 
     chosen = _with_options(profile, providers, ort.get_available_providers())
+    if isinstance(model, RunnableCheckpoint):
+        return OrtExecutor.from_weights(model.weights, providers=chosen, threads=threads)
     artifact = model.artifact
     if model.half == "onnx":
         return OrtExecutor.from_file(artifact.onnx_path, providers=chosen, threads=threads)

@@ -16,7 +16,7 @@ from .workload import GOALS, Goal, Measurement, Settings, Workload
 
 Report = Callable[[str, int, int], None]
 
-MAX_ROUNDS = 5  # of all settings of a stage, interleaved, since a machine's speed drifts
+MAX_ROUNDS = 9  # of all settings of a stage, interleaved, since a machine's speed drifts
 EXPECTED_RUNS = 30  # of a whole search, by which the workload is sized
 SMALLEST_PROMPT, SMALLEST_ANSWER, LARGEST_SCALE = 64, 8, 8
 TOKEN_BUDGETS = (256, 128, 64, 1024)  # beside the device's own
@@ -176,8 +176,9 @@ def _size(path: str | Path, goal: Goal, settings: Settings, context: int, second
     smallest = Workload(goal, min(SMALLEST_PROMPT, context - answer), answer)
     smallest.run(path, settings)
     begin = time.perf_counter()
-    smallest.run(path, settings)
-    most = seconds / EXPECTED_RUNS / (time.perf_counter() - begin)
+    work = smallest.run(path, settings).seconds
+    opening = time.perf_counter() - begin - work
+    most = (seconds / EXPECTED_RUNS - opening) / work
     scale = max(1, min(LARGEST_SCALE, int(most), context // (smallest.prompt + answer)))
     return replace(smallest, prompt=scale * smallest.prompt, answer=scale * answer)
 

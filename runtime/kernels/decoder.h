@@ -42,7 +42,6 @@ class Decoder {
     const DecoderConfig& config() const { return config_; }
     const Kernels& kernels() const { return kernels_; }
     int threads() const { return pool_.size(); }
-    void save_power() { pool_.save_power(); }
     size_t step_bytes() const { return buffers_.bytes(); }
 
   private:

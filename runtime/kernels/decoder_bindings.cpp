@@ -339,7 +339,6 @@ class PyDecoder {
     size_t page_bytes() const { return decoder_->kv_shape().page_bytes(); }
     std::string isa() const { return decoder_->kernels().name; }
     int threads() const { return decoder_->threads(); }
-    void save_power() { decoder_->save_power(); }
     size_t step_bytes() const { return decoder_->step_bytes(); }
 
   private:
@@ -477,7 +476,6 @@ void bind_decoder(nb::module_& m) {
         .def_prop_ro("logit_stride", &PyDecoder::logit_stride)
         .def_prop_ro("page_bytes", &PyDecoder::page_bytes)
         .def_prop_ro("isa", &PyDecoder::isa)
-        .def("save_power", &PyDecoder::save_power)
         .def_prop_ro("threads", &PyDecoder::threads)
         .def_prop_ro("step_bytes", &PyDecoder::step_bytes);
 }

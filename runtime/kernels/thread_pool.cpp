@@ -16,8 +16,6 @@ namespace {
 // by the clock: a pause takes 10 times longer on some CPUs than on others.
 constexpr auto kSpinInStep = std::chrono::microseconds(200);
 constexpr auto kSpinBetweenSteps = std::chrono::microseconds(1500);
-// To save power: about what a wake-up costs, so that at most as much again is spent on waiting.
-constexpr auto kShortSpin = std::chrono::microseconds(30);
 constexpr int kPausesPerLook = 64;  // between two looks at the clock
 
 inline void pause() {
@@ -26,6 +24,17 @@ inline void pause() {
 #elif defined(__aarch64__)
     asm volatile("isb");
 #endif
+}
+
+void wait_while(const std::atomic<uint32_t>& value, uint32_t old, std::chrono::microseconds spin) {
+    const auto end = std::chrono::steady_clock::now() + spin;
+    do {
+        for (int i = 0; i < kPausesPerLook; ++i) {
+            if (value.load(std::memory_order_acquire) != old) return;
+            pause();
+        }
+    } while (std::chrono::steady_clock::now() < end);
+    while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
 }
 
 }  // namespace
@@ -39,8 +48,6 @@ ThreadPool::~ThreadPool() {
         abandon();
     }
 }
-
-void ThreadPool::save_power() { saves_power_.store(true, std::memory_order_relaxed); }
 
 void ThreadPool::start() {
     abandon();
@@ -71,19 +78,6 @@ void ThreadPool::stop() {
 void ThreadPool::abandon() {
     if (!workers_.empty()) new std::vector<std::thread>(std::move(workers_));
     workers_.clear();
-}
-
-void ThreadPool::wait_while(const std::atomic<uint32_t>& value, uint32_t old,
-                            std::chrono::microseconds spin) const {
-    if (saves_power_.load(std::memory_order_relaxed)) spin = kShortSpin;
-    const auto end = std::chrono::steady_clock::now() + spin;
-    do {
-        for (int i = 0; i < kPausesPerLook; ++i) {
-            if (value.load(std::memory_order_acquire) != old) return;
-            pause();
-        }
-    } while (std::chrono::steady_clock::now() < end);
-    while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
 }
 
 void ThreadPool::loop(int thread, uint32_t seen) {

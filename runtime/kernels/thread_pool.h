@@ -3,7 +3,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <thread>
 #include <vector>
 
@@ -19,9 +18,6 @@ class ThreadPool {
 
     int size() const { return threads_; }
 
-    // From now on a waiting thread sleeps soon: a step takes longer, and cores rest while Python runs.
-    void save_power();
-
     // Calls work(context, thread) for every thread, the caller as 0, and returns when all have. One caller at
     // a time.
     using Work = void (*)(void* context, int thread);
@@ -36,10 +32,7 @@ class ThreadPool {
     void abandon();
     void loop(int thread, uint32_t seen);
 
-    void wait_while(const std::atomic<uint32_t>& value, uint32_t old, std::chrono::microseconds spin) const;
-
     const int threads_;
-    std::atomic<bool> saves_power_{false};
     int pid_ = 0;  // after fork the child has none of the threads and starts its own
     std::vector<std::thread> workers_;
     Work work_ = nullptr;

@@ -108,6 +108,14 @@ def test_without_kernels_a_machine_is_not_measured(make_tree) -> None:
     assert any(note.startswith("measured limits:") for note in machine.notes)
 
 
+def test_a_machine_with_little_memory_left_is_not_measured() -> None:
+    pytest.importorskip("nybble._kernels")
+    machine = replace(probe(providers=False), usable_memory=100_000_000)
+    again = measured(machine, again=True)
+    assert again.limits == machine.limits
+    assert any("measured limits: they take" in note and "100 MB usable" in note for note in again.notes)
+
+
 def test_auto_takes_the_bandwidth_that_was_kept_and_never_measures(rates: list[float]) -> None:
     pytest.importorskip("nybble._kernels")
     assert probe(providers=False).limits is None

@@ -57,7 +57,7 @@ LOADING = (
     *OPENING,
     click.option("--threads", type=int, help="[default: from the device]"),
     click.option("--max-model-len", type=int, help="Context in tokens [default: from the device]."),
-    click.option("--low-power", is_flag=True, help="Half of the threads, which rest while they wait."),
+    click.option("--low-power", is_flag=True, help="Half of the threads: slower, and less energy."),
 )
 
 
