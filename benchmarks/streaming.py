@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -107,16 +106,12 @@ def large(threads: int, steps: int, folder: Path) -> dict[str, Any]:
         group = limited(running.pid, BUDGET * 11 // 10)
         assert running.stdout is not None
         line = running.stdout.readline()
-        if not line:
-            raise SystemExit("the large model's process ended before its figures")
-        peak = peak_of(running.pid)
+        peak = peak_of(running.pid) if line else 0
         running.communicate("")
     if group is not None:
-        for _ in range(20):
-            with suppress(OSError):
-                group.rmdir()
-                break
-            time.sleep(0.1)
+        group.rmdir()
+    if not line:
+        raise SystemExit("the large model's process ended before its figures")
     file.unlink()
     found = json.loads(line)
     return {

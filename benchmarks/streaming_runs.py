@@ -32,7 +32,7 @@ def open_executor(
 
 def decode_batch(spec: ModelSpec, sequences: int) -> Batch:
     """A token each of so many sequences."""
-    groups, pages = len(spec.window_groups), CONTEXT // PAGE_SIZE + 1
+    groups, pages = max(1, len(spec.window_groups)), CONTEXT // PAGE_SIZE + 1
     table = np.arange(sequences * pages, dtype=np.int32).reshape(sequences, pages)
     slots = table[:, -1] * PAGE_SIZE
     return Batch(
