@@ -213,9 +213,7 @@ def _shares_pages(plan: MemoryPlan, executor: ExecutorKind) -> bool:
     return executor == "cpu" and plan.num_pages * plan.page_size < plan.sequences * plan.context
 
 
-def _open_cpu(
-    model: Runnable, threads: int, plan: MemoryPlan, cache: bool, scratch: Path
-) -> Executor:
+def _open_cpu(model: Runnable, threads: int, plan: MemoryPlan, cache: bool, scratch: Path) -> Executor:
     from .runtime.cpu_executor import CpuExecutor
 
     choose_isa()  # a NYBBLE_ISA that is not there is refused before anything is packed
