@@ -21,7 +21,7 @@ from typing import Any
 
 from large_model import SPEC, write
 from machine import busy_between, machine
-from streaming_runs import open_executor, read_rate, step_seconds
+from streaming_runs import against_disk, open_executor, step_seconds
 
 from nybble.devices.residency import ResidencyPlan
 from nybble.export.artifact import open_artifact
@@ -48,22 +48,16 @@ def half(artifact: Path, threads: int, steps: int, rounds: int, folder: Path) ->
         if streamed_bytes(source, plan) >= resident.weight_bytes / 2:
             break
     _, streamed = open_executor(file, spec, opened.digest, plan, threads, 8)
-    read = streamed_bytes(source, plan)
     found = []
     for _ in range(rounds):
         resident_seconds = step_seconds(resident, 1, steps)
-        # Many disks are fast until an allowance is used up, which comes back while they rest.
-        read_rate(source, plan, passes=10)
-        rates = [read_rate(source, plan, passes=5)]
-        one = step_seconds(streamed, 1, steps)
-        rates.append(read_rate(source, plan, passes=5))
+        disk, one = against_disk(source, streamed, plan, steps, passes=5)
         eight = step_seconds(streamed, 8, steps)
-        rate = statistics.mean(rates)
-        found.append({"resident": resident_seconds, "disk": read / rate, "one": one, "eight": eight})
+        found.append({"resident": resident_seconds, "disk": disk, "one": one, "eight": eight})
     return {
         "artifact": artifact.name,
         "weight_bytes": resident.weight_bytes,
-        "streamed_bytes": read,
+        "streamed_bytes": streamed_bytes(source, plan),
         "streamed_layers": len(plan.streamed_layers),
         "rounds": found,
         "share_of_bound": statistics.median(max(x["resident"], x["disk"]) / x["one"] for x in found),
