@@ -14,6 +14,7 @@ from nybble.runtime.batch import Batch
 from nybble.runtime.cpu_executor import PAGE_SIZE, CpuExecutor
 from nybble.runtime.packed_cache import open_packed
 from nybble.runtime.packed_file import MappedWeights
+from nybble.runtime.streaming import streamed_bytes
 
 CONTEXT = 64  # tokens before each step; the cache's zeros take as long as any
 PIECE = 1 << 20  # bytes of a plain read, as many as the stream's
@@ -32,7 +33,7 @@ def open_executor(
 
 def decode_batch(spec: ModelSpec, sequences: int) -> Batch:
     """A token each of so many sequences."""
-    groups, pages = len(spec.window_groups), CONTEXT // PAGE_SIZE + 1
+    groups, pages = max(1, len(spec.window_groups)), CONTEXT // PAGE_SIZE + 1
     table = np.arange(sequences * pages, dtype=np.int32).reshape(sequences, pages)
     slots = table[:, -1] * PAGE_SIZE
     return Batch(
@@ -67,6 +68,18 @@ def read_rate(source: MappedWeights, residency: ResidencyPlan, passes: int) -> f
     seconds = time.perf_counter() - start
     os.close(descriptor)
     return total / seconds
+
+
+def against_disk(
+    source: MappedWeights, executor: CpuExecutor, residency: ResidencyPlan, steps: int, passes: int
+) -> tuple[float, float]:
+    """Seconds in which the disk gives what a step streams, and of a step of one sequence."""
+    # Many disks are fast until an allowance is used up, which comes back while they rest.
+    read_rate(source, residency, 2 * passes)
+    before = read_rate(source, residency, passes)
+    seconds = step_seconds(executor, 1, steps)
+    after = read_rate(source, residency, passes)
+    return 2 * streamed_bytes(source, residency) / (before + after), seconds
 
 
 def _pieces(source: MappedWeights, residency: ResidencyPlan) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,8 @@
 namespace nybble {
 namespace {
 
-constexpr size_t kReaders = 1;
+// While one waits for a processor, the read of the other keeps the disk busy.
+constexpr size_t kReaders = 2;
 // Of one read: enough to keep a disk busy, and so little that a row which is asked for meanwhile waits for
 // no more than a fraction of a layer.
 constexpr size_t kPieceBytes = 1 << 20;
