@@ -170,4 +170,4 @@ def test_smollm2_keeps_to_its_budget(request: Any, tmp_path: Path, model: str) -
     path = "smollm2"
     if model == "artifact":
         path = str(shutil.copytree(request.getfixturevalue("smollm2").path, tmp_path / "copy"))
-    check_budgets(path, 256, 7, tmp_path)
+    check_budgets(path, 128, 5, tmp_path)
