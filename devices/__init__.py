@@ -1,5 +1,7 @@
 """What machine is this, and what fits?"""
 
+from .advice import Way, ways_to_fit
+from .budget import plan_within, smallest_plan
 from .disk import DiskRate, disk_read_rate
 from .gpu import Gpu
 from .heat import read_heat, slowed
@@ -7,13 +9,17 @@ from .kernels import MachineLimits, choose_isa, kernel_sets, measure_limits
 from .limits_cache import measure_and_keep
 from .memory_plan import ExecutorKind, MemoryPlan, RunSettings
 from .model_bytes import kv_bytes_per_token, weight_bytes
-from .planner import check_fit, fit_sequences, plan_memory
+from .planner import check_fit, fit_sequences
+from .plans import plan_memory
 from .power import Energy, PowerMeter
+from .prediction import Rates, Speeds, predict
 from .probe import Machine, measured, probe
-from .process import peak_resident_bytes, reset_peak_resident
+from .process import give_back_freed_memory, peak_resident_bytes, reset_peak_resident
 from .profile import DeviceProfile, KvDtype, Provider, Speculation, load_profile
 from .report import describe, describe_disk, describe_profile, machine_json, profile_json
+from .residency import ResidencyPlan
 from .resolve import list_profiles, resolve_device
+from .sharing import share_pages
 from .sizes import format_bytes, parse_bytes, parse_memory_budget
 from .tuned import save_tuned, with_tuned
 
@@ -29,8 +35,12 @@ __all__ = [
     "MemoryPlan",
     "PowerMeter",
     "Provider",
+    "Rates",
+    "ResidencyPlan",
     "RunSettings",
     "Speculation",
+    "Speeds",
+    "Way",
     "check_fit",
     "choose_isa",
     "describe",
@@ -39,6 +49,7 @@ __all__ = [
     "disk_read_rate",
     "fit_sequences",
     "format_bytes",
+    "give_back_freed_memory",
     "kernel_sets",
     "kv_bytes_per_token",
     "list_profiles",
@@ -51,13 +62,18 @@ __all__ = [
     "parse_memory_budget",
     "peak_resident_bytes",
     "plan_memory",
+    "plan_within",
+    "predict",
     "probe",
     "profile_json",
     "read_heat",
     "reset_peak_resident",
     "resolve_device",
     "save_tuned",
+    "share_pages",
     "slowed",
+    "smallest_plan",
+    "ways_to_fit",
     "weight_bytes",
     "with_tuned",
 ]

@@ -7,6 +7,7 @@ from ..errors import SettingError
 from ..models.spec import ModelSpec
 from ..quant.recipe import Recipe
 from .profile import DeviceProfile, KvDtype
+from .residency import ResidencyPlan
 
 Half = Literal["onnx", "gptq", "gguf"]  # what the weights are read from
 ExecutorKind = Literal["cpu", "ort"]
@@ -17,6 +18,8 @@ TOKENIZER_PER_TOKEN = 650
 GGUF_PER_TOKEN = 450
 # Logits of a scored text are wanted for every token; this bounds what they take in a step, in bytes.
 SCORE_LOGITS_BYTES = 16 * 2**20
+# Steps are not made smaller than this, in tokens: it would free little and cost much.
+SMALLEST_STEP = 64
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,8 @@ class RunSettings:
     None takes the profile's value; `context` None is the model's own where that is shorter. `recipe` None is
     an unquantized model. `half` is what the model is read from: `OrtExecutor` maps the ONNX half's weights
     and holds the GPTQ half's in memory as well; for `CpuExecutor` both are the same. A GGUF file, which only
-    that one runs, has no recipe; `linear_bytes` are those of its linear layers' tiles. Raises `SettingError`
-    for a setting out of range.
+    that one runs, has no recipe; `linear_bytes` are those of each of its linear layers' tiles. `residency`
+    None holds all weights in memory. Raises `SettingError` for a setting out of range.
     """
 
     spec: ModelSpec
@@ -41,7 +44,8 @@ class RunSettings:
     threads: int | None = None
     budget: int | None = None  # bytes
     executor: ExecutorKind = "ort"
-    linear_bytes: int | None = None
+    linear_bytes: tuple[int, ...] | None = None
+    residency: ResidencyPlan | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.length <= self.spec.max_position:
@@ -81,19 +85,42 @@ class MemoryPlan:
     kv_dtype: KvDtype
     page_size: int
     num_pages: int
-    weights: int  # as they lie in the file or in arrays: the parts that stay resident
+    token_budget: int  # most new tokens of a step
+    residency: ResidencyPlan
+    linears: int  # linear layers that stay in memory, as they lie in the file or in arrays
+    ends: int  # embedding and head, where they stay in memory
+    norms: int  # norms and biases of layers that stay in memory
+    buffers: int  # what streamed weights are read into
     packed: int  # ONNX Runtime's own rearranged copy of the quantized weights
+    kv_token: int  # one token's keys and values in all layers
     kv: int
     activations: int
-    runtime: int  # interpreter, libraries, session, tokenizer
+    tokenizer: int
+    interpreter: int  # Python and its libraries, ONNX Runtime's session
     loading: int  # held only while loading: the matrix that is being packed, in its old form
     budget: int | None
+    concessions: tuple[str, ...] = ()  # what was given up to keep to the budget, a sentence each
+
+    @property
+    def weights(self) -> int:
+        """All that stays in memory of the model's tensors."""
+        return self.linears + self.ends + self.norms
+
+    @property
+    def runtime(self) -> int:
+        """What any model needs besides its own tensors and cache."""
+        return self.interpreter + self.tokenizer
+
+    @property
+    def kv_page(self) -> int:
+        """Bytes of a page in all layers."""
+        return self.kv // self.num_pages
 
     @property
     def total(self) -> int:
         """Bytes at the peak: of loading or of running, whichever is more."""
         fixed = self.runtime + self.weights + self.packed
-        return fixed + max(self.loading, self.kv + self.activations)
+        return fixed + max(self.loading, self.buffers + self.kv + self.activations)
 
     @property
     def fits(self) -> bool:

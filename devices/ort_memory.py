@@ -2,6 +2,7 @@
 how. For a GPU's own memory weights, cache and activations are counted, and have not been measured."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from .memory_plan import TOKENIZER_PER_TOKEN, MemoryPlan, RunSettings
 from .model_bytes import (
@@ -13,6 +14,7 @@ from .model_bytes import (
     linears,
     weight_bytes,
 )
+from .residency import ResidencyPlan
 
 # Resident after importing what a run needs: interpreter, numpy, tokenizers, jinja2 (43 MB), onnx-ir (45 MB),
 # onnxruntime (20 MB). CPython 3.11, Linux x86-64.
@@ -28,17 +30,25 @@ RUN_TOKENS = 512
 def plan_on_ort(run: RunSettings) -> MemoryPlan:
     """A plan for ONNX Runtime, on the profile's GPU or CPU."""
     pages = -(-run.length // run.profile.page_size) * run.sequences
+    kinds = _Kinds.of(weight_bytes(run.spec, run.recipe), run)
     plan = MemoryPlan(
         context=run.length,
         sequences=run.sequences,
         kv_dtype=run.kv,
         page_size=run.profile.page_size,
         num_pages=pages,
-        weights=weight_bytes(run.spec, run.recipe),
+        token_budget=run.tokens,
+        residency=ResidencyPlan(run.spec.num_layers),
+        linears=kinds.linears,
+        ends=kinds.ends,
+        norms=kinds.norms,
+        buffers=0,
         packed=0,
+        kv_token=kv_bytes_per_token(run.spec, run.kv),
         kv=pages * run.profile.page_size * kv_bytes_per_token(run.spec, run.kv),
         activations=_activations(run),
-        runtime=0,
+        tokenizer=0,
+        interpreter=0,
         loading=0,
         budget=run.profile.memory_budget if run.budget is None else run.budget,
     )
@@ -66,10 +76,38 @@ def _on_cpu(plan: MemoryPlan, run: RunSettings) -> MemoryPlan:
         mapped += 0 if spec.tied_embeddings else 4 * head.scales
         given = mapped + sum(m.data for m in (matrices if spec.tied_embeddings else multiplied))
         loading = max(head.data, 2 * max(m.data for m in matrices))  # gate and up are one operator
-    runtime = IMPORTS + SESSION + SESSION_PER_LAYER * spec.num_layers + TOKENIZER_PER_TOKEN * spec.vocab_size
+    session = IMPORTS + SESSION + SESSION_PER_LAYER * spec.num_layers
     # Unpacking a GPTQ half leaves freed heap behind, about a largest matrix of it.
     weights = mapped if run.half == "onnx" else given + loading
-    return replace(plan, weights=weights, packed=packed, loading=loading, runtime=runtime)
+    kinds = _Kinds.of(weights, run)
+    return replace(
+        plan,
+        linears=kinds.linears,
+        ends=kinds.ends,
+        norms=kinds.norms,
+        packed=packed,
+        loading=loading,
+        tokenizer=TOKENIZER_PER_TOKEN * spec.vocab_size,
+        interpreter=session,
+    )
+
+
+class _Kinds(NamedTuple):
+    """A model's weights by kind, in bytes."""
+
+    linears: int
+    ends: int
+    norms: int
+
+    @classmethod
+    def of(cls, weights: int, run: RunSettings) -> "_Kinds":
+        """Of so many bytes: what is neither embedding, head, norm nor bias is linear layers."""
+        spec, head = run.spec, head_matrix(run.spec)
+        matrix, width = head.data + 2 * head.scales, 2
+        if run.recipe is None:
+            matrix, width = 4 * spec.vocab_size * spec.hidden_size, 4
+        ends, norms = matrix * (1 if spec.tied_embeddings else 2), width * float_elements(spec)
+        return cls(weights - ends - norms, ends, norms)
 
 
 def _activations(run: RunSettings) -> int:

@@ -51,6 +51,8 @@ class DeviceProfile:
     speculation: Speculation | None = None  # None: "auto"
     # What prompts may make of the time between two tokens of an answer; None: 2.7 times as much.
     target_token_ms: float | None = None
+    integer_rate: float | None = None  # int8 dot product, operations per second; None: not measured
+    disk_bandwidth: float | None = None  # bytes per second that reading a large file reaches; None: unknown
 
     @property
     def provider_list(self) -> list[tuple[str, dict[str, str]]]:
@@ -169,6 +171,12 @@ def _gigabytes_per_second(value: object, name: str) -> float:
     return float(value) * 1e9
 
 
+def _billions(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise SettingError(f"{name} is {value!r}; expected billions of operations per second above 0")
+    return float(value) * 1e9
+
+
 def _milliseconds(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
         raise SettingError(f"{name} is {value!r}; expected milliseconds above 0")
@@ -225,6 +233,8 @@ _FIELDS: dict[str, tuple[Callable[[object, str], object], bool]] = {
     "memory_budget": (_unchanged, True),  # read last: it may be a share of memory_bytes
     "threads": (_whole(1, 1024), True),
     "bandwidth": (_gigabytes_per_second, False),
+    "integer_rate": (_billions, False),
+    "disk_bandwidth": (_gigabytes_per_second, False),
     "providers": (_providers, True),
     "page_size": (_page_size, True),
     "kv_dtype": (_one_of("f32", "f16", "int8"), True),

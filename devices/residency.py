@@ -1,9 +1,12 @@
 """`ResidencyPlan`: which of a model's packed weights stay in memory, and which are read in every step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from ..errors import SettingError
+
+PAGE = 4096  # what sections of the file of packed weights are multiples of, and direct reads of it
 
 
 @dataclass(frozen=True)
@@ -39,3 +42,18 @@ class ResidencyPlan:
     def streams(self) -> bool:
         """Whether anything is read while running."""
         return bool(self.streamed_layers) or self.streamed_head
+
+    def buffer_bytes(self, layer_bytes: Sequence[int], head_tile_bytes: int) -> int:
+        """Bytes of each buffer, 0 where nothing is streamed: of the largest streamed layer's section, where
+        only the head is streamed of the largest layer's; and at least what holds a tile of the head.
+        `layer_bytes` are the layers' sections in the file of packed weights, `head_tile_bytes` 16 rows of the
+        head."""
+        if not self.streams:
+            return 0
+        largest = max(layer_bytes[layer] for layer in self.streamed_layers or range(self.num_layers))
+        tile = -(-(head_tile_bytes + PAGE) // PAGE) * PAGE if self.streamed_head else 0
+        return max(largest, tile)
+
+    def stream_buffer_bytes(self, layer_bytes: Sequence[int], head_tile_bytes: int) -> int:
+        """Bytes of all buffers."""
+        return self.buffers * self.buffer_bytes(layer_bytes, head_tile_bytes)

@@ -70,6 +70,7 @@ def auto_profile(machine: Machine, cuda: Callable[[], bool] | None = None) -> De
         memory_budget=None if machine.usable_memory is None else int(machine.usable_memory * _AUTO_SHARE),
         threads=machine.usable_cores,
         bandwidth=None if machine.limits is None else machine.limits.read_bandwidth,
+        integer_rate=None if machine.limits is None else machine.limits.integer_rate,
         providers=(_CPU,),
         page_size=16,
         kv_dtype="f32",

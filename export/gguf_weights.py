@@ -3,21 +3,18 @@
 import logging
 from collections import Counter
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..models.gguf_source import GgufSource
 from ..models.spec import ModelSpec
 from ..quant.packing import QuantizedTensor, quantize_head
 from ..quant.packing_ggml import BLOCK, GgmlType, from_ggml
+from ..quant.packing_rows import MatrixKind, MatrixRows
 from .weights import LogicalTensor
 
 log = logging.getLogger("nybble")
 
 
 class GgufWeights:
-    """`LogicalWeights` over an open GGUF file: tensors are read when asked for and not kept, the largest in
-    chunks of rows.
+    """`LogicalWeights` over an open GGUF file: tensors are read when asked for and not kept.
 
     Linear layers in Q4_0, Q4_1 and Q8_0 keep their integers, scales and minima, and so do an embedding and a
     head in Q8_0. Everything else is rounded to 8 bits as `quantize_head` defines; how many linear layers are
@@ -26,6 +23,7 @@ class GgufWeights:
 
     def __init__(self, source: GgufSource) -> None:
         self._source = source
+        self._shapes = source.spec.tensors()
         layers = range(self.spec.num_layers)
         types = [source.type_of(linear.name) for layer in layers for linear in self.spec.linears(layer)]
         rounded = Counter(kind for kind in types if kind != kept_type(kind))
@@ -46,23 +44,25 @@ class GgufWeights:
     def tensor(self, name: str) -> LogicalTensor:
         """One of `spec.tensors()`. Raises as `GgufSource.tensor` does, and `QuantizationError` for a value
         that leaves float16's range where it is rounded."""
-        shape = self.spec.tensors().get(name, ())
+        matrix = self.matrix(name)
+        return self._source.tensor(name) if matrix is None else matrix.whole()
+
+    def matrix(self, name: str) -> MatrixRows | None:
+        """Raises as `tensor` does, and so do its parts."""
+        shape = self._shapes.get(name, ())
         if len(shape) != 2:
-            return self._source.tensor(name)
-        kind = self._source.type_of(name)
-        kept = kept_type(kind, ends=name in (self.spec.embedding_name, self.spec.head_name))
-        result = _empty(*shape, kept)
-        for rows, blocks in self._source.rows(name):
-            where = f"{self._source.origin}: {name}"
-            part = (
-                from_ggml(blocks, kept, where)
-                if kind == kept
-                else quantize_head(self._source.to_float32(name, blocks), where)
-            )
-            result.packed[rows], result.scales[rows] = part.packed, part.scales
-            if result.minima is not None and part.minima is not None:
-                result.minima[rows] = part.minima
-        return result
+            return None
+        stored, where = self._source.type_of(name), f"{self._source.origin}: {name}"
+        kept = kept_type(stored, ends=name in (self.spec.embedding_name, self.spec.head_name))
+
+        def read(begin: int, end: int) -> QuantizedTensor:
+            blocks = self._source.rows(name, begin, end)
+            if stored == kept:
+                return from_ggml(blocks, kept, where)
+            return quantize_head(self._source.to_float32(name, blocks), where)
+
+        kind: MatrixKind = "minima" if kept == "Q4_1" else "symmetric"
+        return MatrixRows(*shape, 8 if kept == "Q8_0" else 4, BLOCK, kind, None, read)
 
 
 def kept_type(kind: str, ends: bool = False) -> GgmlType:
@@ -71,15 +71,3 @@ def kept_type(kind: str, ends: bool = False) -> GgmlType:
     if kind == "Q4_0" and not ends:
         return "Q4_0"
     return "Q4_1" if kind == "Q4_1" and not ends else "Q8_0"
-
-
-def _empty(rows: int, columns: int, kind: GgmlType) -> QuantizedTensor:
-    """A tensor to be filled."""
-
-    def floats() -> NDArray[np.float16]:
-        return np.empty((rows, -(-columns // BLOCK)), np.float16)
-
-    bits = 8 if kind == "Q8_0" else 4
-    packed = np.empty((rows, columns * bits // 8), np.uint8)
-    minima = floats() if kind == "Q4_1" else None
-    return QuantizedTensor(packed, floats(), None, bits, BLOCK, columns, minima=minima)

@@ -15,7 +15,8 @@ from ..models.config_reader import read_json_object, shown
 from ..models.hf_folder import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE, checked_weight_map
 from ..models.safetensors_file import SafetensorsFile, TensorInfo
 from ..models.spec import LinearSpec, ModelSpec
-from ..quant.packing import QuantizedTensor, from_gptq, quantize_head
+from ..quant.packing import QuantizedTensor, from_gptq, gptq_zeros, quantize_head
+from ..quant.packing_rows import ROW_STEP, MatrixKind, MatrixRows, all_in_the_middle
 from .gptq import linear_layout
 from .gptq_config import GptqConfig
 from .weights import LogicalTensor
@@ -48,19 +49,22 @@ class GptqWeights:
 
     def tensor(self, name: str) -> LogicalTensor:
         """One of `spec.tensors()`. Raises `ModelFormatError` for another name or damaged content."""
+        matrix = self.matrix(name)
+        return self._floats(name) if matrix is None else matrix.whole()
+
+    def matrix(self, name: str) -> MatrixRows | None:
+        """Raises as `tensor` does, and so do its parts."""
         if name not in self._shapes:
             raise ModelFormatError(f"{self.folder}: the model has no tensor {shown(name)}")
         if name in self._linears:
             return self._quantized(name)
-        shard = self._shard(name)
-        ends = name in (self.spec.embedding_name, self.spec.head_name)
-        # The largest tensors by far; as they are stored they take half the memory.
-        stored = ends and shard.tensors[name].dtype == "F16"
-        values = shard.raw(name) if stored else shard.float32(name)
-        # Both are NaN if one value is; unlike isfinite over the array, they take no memory.
-        if not (np.isfinite(values.min()) and np.isfinite(values.max())):
-            raise ModelFormatError(f"{shard.where}: tensor {shown(name)} holds NaN or infinity")
-        return quantize_head(values, name) if ends else values
+        if name not in (self.spec.embedding_name, self.spec.head_name):
+            return None
+
+        def read(begin: int, end: int) -> QuantizedTensor:
+            return quantize_head(self._floats(name, (begin, end)), name)
+
+        return MatrixRows.of_head(self._shapes[name], read)
 
     def close(self) -> None:
         self._close()
@@ -80,24 +84,38 @@ class GptqWeights:
         layers = range(self.spec.num_layers)
         return {linear.name: linear for layer in layers for linear in self.spec.linears(layer)}
 
-    def _quantized(self, name: str) -> QuantizedTensor:
-        stem = name.removesuffix(".weight")
+    def _floats(self, name: str, rows: tuple[int, int] | None = None) -> NDArray[np.float32]:
+        shard = self._shard(name)
+        values = shard.float32(name, rows)
+        # Both are NaN if one value is; unlike isfinite over the array, they take no memory.
+        if not (np.isfinite(values.min()) and np.isfinite(values.max())):
+            raise ModelFormatError(f"{shard.where}: tensor {shown(name)} holds NaN or infinity")
+        return values
 
-        def part(kind: str) -> NDArray[Any]:
-            return self._shard(f"{stem}.{kind}").raw(f"{stem}.{kind}")
+    def _quantized(self, name: str) -> MatrixRows:
+        """The format has a weight's outputs as columns."""
+        stem, linear, config = name.removesuffix(".weight"), self._linears[name], self.gptq_config
+        out, per_word = linear.out_features, 32 // config.bits
+        qweight, qzeros, scales, g_idx = (f"{stem}.{x}" for x in ("qweight", "qzeros", "scales", "g_idx"))
+        groups = self._shard(g_idx).raw(g_idx) if g_idx in self._shards else None
 
-        config = self.gptq_config
-        return from_gptq(
-            part("qweight"),
-            part("qzeros"),
-            part("scales"),
-            part("g_idx") if f"{stem}.g_idx" in self._shards else None,
-            bits=config.bits,
-            group_size=config.group_size,
-            checkpoint_format=config.checkpoint_format,
-            in_features=self._linears[name].in_features,
-            name=f"{self._shard(f'{stem}.qweight').where}: {stem}",
-        )
+        def read(begin: int, end: int) -> QuantizedTensor:
+            return from_gptq(
+                self._shard(qweight).columns(qweight, begin, end),
+                self._shard(qzeros).columns(qzeros, begin // per_word, -(-end // per_word)),
+                self._shard(scales).columns(scales, begin, end),
+                groups,
+                bits=config.bits,
+                group_size=config.group_size,
+                checkpoint_format=config.checkpoint_format,
+                in_features=linear.in_features,
+                name=f"{self._shard(qweight).where}: {stem}",
+            )
+
+        some = read(0, min(ROW_STEP, out))
+        zeros = gptq_zeros(self._shard(qzeros).raw(qzeros), out, config.bits, config.checkpoint_format)
+        kind: MatrixKind = "symmetric" if all_in_the_middle(zeros, config.bits) else "zeros"
+        return MatrixRows(out, linear.in_features, config.bits, some.group_size, kind, some.permutation, read)
 
     def _shard(self, name: str) -> SafetensorsFile:
         shard = self._shards.get(name)

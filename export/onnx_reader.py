@@ -6,7 +6,7 @@ range of exactly its size, before anything is allocated or given to ONNX Runtime
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from ..errors import ModelFormatError
 from ..models.spec import ModelSpec
-from ..quant.packing import from_matmulnbits, matmulnbits_block
+from ..quant.packing import QuantizedTensor, from_matmulnbits, matmulnbits_block, unpack_rows
+from ..quant.packing_rows import MatrixKind, MatrixRows, all_in_the_middle
 from .onnx_dependency import ir
 from .onnx_graph import FORMAT_VERSION
 from .onnx_linear import StoredTensor
@@ -97,29 +98,45 @@ class OnnxWeights:
         return self._file.spec
 
     def tensor(self, name: str) -> LogicalTensor:
+        if (matrix := self.matrix(name)) is not None:
+            return matrix.whole()
         stored = self._file.tensors.get(name)
         if stored is None:
             return self._vector(name)
-        if stored.bits is None or stored.group_size is None:
-            return self._read(stored.stored + ".weight", np.float32, stored.columns, stored)
-        block = matmulnbits_block(stored.group_size, stored.columns)
-        blocks = -(-stored.columns // block)
-        b = self._read(stored.stored + ".qweight", np.uint8, blocks * block * stored.bits // 8, stored)
-        scales = self._read(stored.stored + ".scales", np.float32, blocks, stored)
-        zeros = None
-        if stored.stored + ".zero_points" in self._initializers:
-            width = -(-blocks * stored.bits // 8)
-            zeros = self._read(stored.stored + ".zero_points", np.uint8, width, stored)
-        return from_matmulnbits(
-            b.reshape(stored.rows, blocks, -1),
-            scales,
-            zeros,
-            bits=stored.bits,
-            in_features=stored.columns,
-            group_size=stored.group_size,
-            permutation=self._permutation(stored),
-            name=name,
-        )
+        return self._read(stored.stored + ".weight", np.float32, stored.columns, stored)
+
+    def matrix(self, name: str) -> MatrixRows | None:
+        """Raises as `tensor` does, and so do its parts."""
+        stored = self._file.tensors.get(name)
+        if stored is None or stored.bits is None or stored.group_size is None:
+            return None
+        bits, columns, group_size = stored.bits, stored.columns, stored.group_size
+        blocks = -(-columns // (block := matmulnbits_block(group_size, columns)))
+        permutation = self._permutation(stored)
+
+        def zero_points(part: StoredTensor) -> NDArray[np.uint8] | None:
+            if part.stored + ".zero_points" not in self._initializers:
+                return None
+            return self._read(part.stored + ".zero_points", np.uint8, -(-blocks * bits // 8), part)
+
+        def read(begin: int, end: int) -> QuantizedTensor:
+            part = replace(stored, row=stored.row + begin, rows=end - begin)
+            b = self._read(part.stored + ".qweight", np.uint8, blocks * block * bits // 8, part)
+            return from_matmulnbits(
+                b.reshape(part.rows, blocks, -1),
+                self._read(part.stored + ".scales", np.float32, blocks, part),
+                zero_points(part),
+                bits=bits,
+                in_features=columns,
+                group_size=group_size,
+                permutation=permutation,
+                name=name,
+            )
+
+        zeros = zero_points(stored)
+        middle = zeros is None or all_in_the_middle(unpack_rows(zeros, bits, blocks), bits)
+        kind: MatrixKind = "symmetric" if middle else "zeros"
+        return MatrixRows(stored.rows, columns, bits, group_size, kind, permutation, read)
 
     @property
     def _initializers(self) -> Any:

@@ -9,6 +9,7 @@ from ..errors import ModelFormatError
 from ..models.spec import ModelSpec
 from ..quant.model import QuantizedModel
 from ..quant.packing import QuantizedTensor, quantize_head
+from ..quant.packing_rows import MatrixRows
 
 LogicalTensor = QuantizedTensor | NDArray[np.float32]
 
@@ -21,6 +22,11 @@ class LogicalWeights(Protocol):
     def spec(self) -> ModelSpec: ...
 
     def tensor(self, name: str) -> LogicalTensor: ...
+
+    def matrix(self, name: str) -> MatrixRows | None:
+        """A quantized tensor of two dimensions, to be read some rows at a time: the same as `tensor`, but
+        never whole in memory. None for one that is not quantized."""
+        ...
 
 
 class QuantizedModelWeights:
@@ -43,3 +49,7 @@ class QuantizedModelWeights:
         if name in (self.spec.embedding_name, self.spec.head_name):
             return quantize_head(tensor, name)
         return tensor.astype(np.float32)
+
+    def matrix(self, name: str) -> MatrixRows | None:
+        tensor = self.tensor(name)
+        return MatrixRows.of(tensor) if isinstance(tensor, QuantizedTensor) else None

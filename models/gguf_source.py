@@ -145,13 +145,18 @@ class GgufSource:
         """The ggml type of a tensor, by its Hugging Face name."""
         return self._entry(name).type.name
 
-    def rows(self, name: str) -> Iterator[tuple[slice | NDArray[np.intp], NDArray[np.uint8]]]:
-        """A matrix as the file has it, a chunk at a time: which rows of the Hugging Face tensor they are, and
-        their blocks, [rows, bytes] uint8."""
+    def rows(self, name: str, begin: int, end: int) -> NDArray[np.uint8]:
+        """The blocks of rows begin to end of a matrix, in the order of its Hugging Face tensor: [rows, bytes]
+        uint8."""
         entry = self._entry(name)
-        places = self._places(name, entry.shape[0])
-        for part, raw in self._chunks(entry):
-            yield part if places is None else places[part], raw
+        heads = self._interleaved_heads(name)
+        if heads is None:
+            return self._read_rows(entry, begin, end)
+        size = entry.shape[0] // heads
+        first, last = begin // size * size, -(-end // size) * size
+        whole = self._read_rows(entry, first, last).reshape(-1, size // 2, 2, _row_bytes(entry))
+        in_order = whole.swapaxes(1, 2).reshape(last - first, -1)
+        return in_order[begin - first : end - first]
 
     def to_float32(self, name: str, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Rows of blocks of a tensor, as `rows` gives them, in float32 [rows, columns]; raises as `tensor`
@@ -166,9 +171,14 @@ class GgufSource:
     def _places(self, name: str, rows: int) -> NDArray[np.intp] | None:
         """Where each of the file's rows is in the Hugging Face tensor, None where all are in place: rows of a
         head are interleaved in the file (0, d/2, 1, d/2 + 1, …)."""
+        heads = self._interleaved_heads(name)
+        return None if heads is None else np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
+
+    def _interleaved_heads(self, name: str) -> int | None:
+        """How many heads a tensor has whose rows are interleaved in the file."""
         for part, heads in (("q", self.spec.num_heads), ("k", self.spec.num_kv_heads)):
             if self._permuted and f".self_attn.{part}_proj." in name:
-                return np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
+                return heads
         return None
 
     def _rope_factors(self) -> NDArray[np.float32] | None:
@@ -211,21 +221,27 @@ class GgufSource:
 
     def _chunks(self, entry: GgufTensor) -> Iterator[tuple[slice, NDArray[np.uint8]]]:
         """The file's rows of a tensor, [rows, bytes] as they are; a vector is one row."""
-        columns = entry.shape[-1]
         count = math.prod(entry.shape[:-1])
-        row_bytes = columns // entry.type.elements * entry.type.nbytes
-        step = max(1, _CHUNK_ELEMENTS // columns)
+        step = max(1, _CHUNK_ELEMENTS // entry.shape[-1])
         for first in range(0, count, step):
             part = slice(first, min(first + step, count))
-            raw = np.empty((part.stop - first, row_bytes), np.uint8)
-            read_bytes(self._fd, entry.offset + first * row_bytes, raw, self.origin)
-            yield part, raw
+            yield part, self._read_rows(entry, part.start, part.stop)
+
+    def _read_rows(self, entry: GgufTensor, begin: int, end: int) -> NDArray[np.uint8]:
+        row_bytes = _row_bytes(entry)
+        raw = np.empty((end - begin, row_bytes), np.uint8)
+        read_bytes(self._fd, entry.offset + begin * row_bytes, raw, self.origin)
+        return raw
 
     def _float32(self, entry: GgufTensor, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
         values = _to_float32(raw, entry.type.name)
         if not np.isfinite(values).all():
             raise ModelFormatError(f"{self.origin}: tensor {entry.name!r} holds a NaN or an infinity")
         return values
+
+
+def _row_bytes(entry: GgufTensor) -> int:
+    return entry.shape[-1] // entry.type.elements * entry.type.nbytes
 
 
 def _to_float32(raw: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:

@@ -102,33 +102,53 @@ class SafetensorsFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def raw(self, name: str) -> NDArray[Any]:
-        """A tensor as stored, in the numpy type of the same name; BF16 as the uint16 of its bits. Raises
-        `ModelFormatError`, and `UnsupportedModelError` for a type that numpy lacks (8-bit floats)."""
+    def raw(self, name: str, rows: tuple[int, int] | None = None) -> NDArray[Any]:
+        """A tensor as stored, in the numpy type of the same name; BF16 as the uint16 of its bits. With `rows`
+        (begin, end), which must lie in it, only these of its first dimension. Raises `ModelFormatError`, and
+        `UnsupportedModelError` for a type that numpy lacks (8-bit floats)."""
         info = self._info(name)
-        if info.dtype not in NUMPY_TYPES:
-            raise UnsupportedModelError(
-                f"{self.where}: tensor {shown(name)} is {info.dtype}, which numpy cannot hold"
-            )
-        array = np.empty(info.shape, NUMPY_TYPES[info.dtype])
-        self._read_into(array.reshape(-1).view(np.uint8).data, info.offset)
+        shape, offset = info.shape, info.offset
+        if rows is not None:
+            begin, end = rows
+            offset += begin * (info.size // shape[0])
+            shape = (end - begin, *shape[1:])
+        array = np.empty(shape, self._numpy_type(name, info))
+        self._read_into(array.reshape(-1).view(np.uint8).data, offset)
         return array
 
-    def float32(self, name: str) -> NDArray[np.float32]:
-        """An F32, F16 or BF16 tensor as float32, exactly. Raises `ModelFormatError`, and
+    def columns(self, name: str, begin: int, end: int) -> NDArray[Any]:
+        """Columns begin to end of a tensor of two dimensions, which must lie in it; as `raw` does."""
+        info = self._info(name)
+        rows, width = info.shape
+        array = np.empty((rows, end - begin), self._numpy_type(name, info))
+        buffer, row_bytes = array.reshape(-1).view(np.uint8).data, (end - begin) * array.itemsize
+        for row in range(rows):
+            part = buffer[row * row_bytes : (row + 1) * row_bytes]
+            self._read_into(part, info.offset + (row * width + begin) * array.itemsize)
+        return array
+
+    def float32(self, name: str, rows: tuple[int, int] | None = None) -> NDArray[np.float32]:
+        """An F32, F16 or BF16 tensor, or rows of it, as float32, exactly. Raises `ModelFormatError`, and
         `UnsupportedModelError` for another type."""
         info = self._info(name)
         if info.dtype not in ("F32", "F16", "BF16"):
             raise UnsupportedModelError(
                 f"{self.where}: tensor {shown(name)} is {info.dtype}, expected F32, F16 or BF16"
             )
-        array = self.raw(name)
+        array = self.raw(name, rows)
         if info.dtype == "BF16":
             # bfloat16 is the upper half of a float32.
             bits = array.astype(np.uint32)
             bits <<= 16
             return bits.view(np.float32)
         return array.astype(np.float32, copy=False)
+
+    def _numpy_type(self, name: str, info: TensorInfo) -> str:
+        if info.dtype not in NUMPY_TYPES:
+            raise UnsupportedModelError(
+                f"{self.where}: tensor {shown(name)} is {info.dtype}, which numpy cannot hold"
+            )
+        return NUMPY_TYPES[info.dtype]
 
     def _info(self, name: str) -> TensorInfo:
         info = self._tensors.get(name)

@@ -77,9 +77,10 @@ class QuantizedTensor:
         return weight
 
 
-def row_blocks(rows: int, columns: int, elements: int = 1 << 20) -> Iterator[slice]:
-    """Slices that cover `rows` rows in order, each of about `elements` elements: bounds temporary memory."""
-    step = max(1, elements // max(1, columns))
+def row_blocks(rows: int, columns: int, elements: int = 1 << 20, multiple: int = 1) -> Iterator[slice]:
+    """Slices that cover `rows` rows in order, each of about `elements` elements: bounds temporary memory.
+    Each begins at a multiple of `multiple`."""
+    step = max(1, elements // max(1, columns) // multiple) * multiple
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
@@ -134,7 +135,7 @@ def quantize_head(
     groups = -(-columns // HEAD_GROUP_SIZE)
     packed = np.empty((out, columns), np.uint8)
     scales = np.empty((out, groups), np.float16)
-    for rows in row_blocks(out, columns):
+    for rows in row_blocks(out, columns, 1 << 18):
         block = np.zeros((rows.stop - rows.start, groups * HEAD_GROUP_SIZE), np.float32)
         block[:, :columns] = half[rows]
         grouped = block.reshape(-1, groups, HEAD_GROUP_SIZE)
@@ -245,10 +246,8 @@ def from_gptq(
     check(bool(np.isfinite(scales).all()), "a scale", "infinite or NaN", "finite scales")
 
     packed = _bytes(qweight.T, bits, columns)
-    zeros = unpack_rows(_bytes(qzeros, bits, out), bits, out)
-    if checkpoint_format == "gptq":
-        zeros = (zeros + np.uint8(1)) & np.uint8((1 << bits) - 1)
-    zeros, own_scales = np.ascontiguousarray(zeros.T), np.ascontiguousarray(scales.T)
+    zeros = gptq_zeros(qzeros, out, bits, checkpoint_format)
+    own_scales = np.ascontiguousarray(scales.T)
     permutation = None
     if g_idx is not None and not np.array_equal(g_idx, np.arange(columns) // size):
         permutation, order = _group_order(g_idx, groups, size, check)
@@ -257,6 +256,16 @@ def from_gptq(
             packed[rows] = pack_rows(unpack_rows(packed[rows], bits, columns)[:, permutation], bits)
     symmetric = bool((zeros == 1 << (bits - 1)).all())
     return QuantizedTensor(packed, own_scales, None if symmetric else zeros, bits, size, columns, permutation)
+
+
+def gptq_zeros(
+    qzeros: NDArray[Any], out: int, bits: int, checkpoint_format: CheckpointFormat
+) -> NDArray[np.uint8]:
+    """The zero points [out, groups] in a checkpoint's `qzeros`."""
+    zeros = unpack_rows(_bytes(qzeros, bits, out), bits, out)
+    if checkpoint_format == "gptq":
+        zeros = (zeros + np.uint8(1)) & np.uint8((1 << bits) - 1)
+    return np.ascontiguousarray(zeros.T)
 
 
 def _group_order(

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..devices.kernels import choose_isa
+from ..devices.residency import ResidencyPlan
 from ..errors import (
     AllocationError,
     DoesNotFitError,
@@ -21,6 +22,7 @@ from .batch import Batch
 from .batch_check import DIMENSIONS, check_group, check_kinds
 from .executor import KvDtype, KvLayout
 from .packed_weights import SYMMETRIC, FreshlyPacked, PackedLinear, PackedSource
+from .streaming import READ_TIMEOUT, check_residency, stream_of
 
 PAGE_SIZE = 16
 PAGE_FORMAT = "cpu-1"  # kernels/layout.h's KvShape
@@ -29,8 +31,8 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}
 
 
 class CpuExecutor:
-    """Runs a quantized model on the processor. The weights are repacked tensor by tensor, so that no more
-    than one of them is held twice."""
+    """Runs a quantized model on the processor. The weights are repacked a few rows at a time, so that none is
+    held twice."""
 
     def __init__(
         self, weights: LogicalWeights, *, threads: int, max_position: int | None = None, isa: str = ""
@@ -42,15 +44,37 @@ class CpuExecutor:
 
     @classmethod
     def from_packed(
-        cls, source: PackedSource, *, threads: int, max_position: int | None = None, isa: str = ""
+        cls,
+        source: PackedSource,
+        *,
+        threads: int,
+        max_position: int | None = None,
+        isa: str = "",
+        residency: ResidencyPlan | None = None,
+        read_timeout: float = READ_TIMEOUT,
     ) -> Self:
-        """The same over weights that are packed already, which are kept and not copied."""
+        """The same over weights that are packed already, which are kept and not copied.
+
+        What `residency` streams is read from the source's file in every step, and the step fails where no
+        read ends for `read_timeout` seconds. Open the file with the same plan, so that nothing of it becomes
+        resident before. Raises `SettingError` for a plan of another model or a source that has no file.
+        """
         executor = cls.__new__(cls)
-        executor._start(source, threads, max_position, isa)
+        executor._start(source, threads, max_position, isa, residency, read_timeout)
         return executor
 
-    def _start(self, source: PackedSource, threads: int, max_position: int | None, isa: str) -> None:
+    def _start(
+        self,
+        source: PackedSource,
+        threads: int,
+        max_position: int | None,
+        isa: str,
+        residency: ResidencyPlan | None = None,
+        read_timeout: float = READ_TIMEOUT,
+    ) -> None:
         isa = choose_isa(isa)
+        residency = residency or ResidencyPlan(source.spec.num_layers)
+        check_residency(source, residency, read_timeout)
         from .. import _kernels
 
         self._spec = source.spec
@@ -59,7 +83,8 @@ class CpuExecutor:
         try:
             builder = _kernels.DecoderBuilder(_config(source.spec, max_position))
             self._load(builder, source)
-            self._decoder: Any = _kernels.Decoder(builder, threads, isa)
+            stream = stream_of(builder, source, residency, read_timeout)
+            self._decoder: Any = _kernels.Decoder(builder, threads, isa, stream)
         except ValueError as error:
             raise SettingError(str(error)) from None
         except MemoryError:
@@ -164,8 +189,9 @@ class CpuExecutor:
             ) from None
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
-        """Logits [R, vocab] float32, valid until the next step. Raises `ExecutorError`, naming the array, for
-        one that breaks the contract."""
+        """Logits [R, vocab] float32, valid until the next step. Raises `ExecutorError`: naming the array, for
+        one that breaks the contract; naming file and layer, where streamed weights could not be read. Then
+        the new tokens' slots hold anything, and the next step begins anew."""
         decoder = self._open()
         try:
             rows = len(batch.logit_rows)
@@ -182,6 +208,8 @@ class CpuExecutor:
             )
         except (ValueError, TypeError) as error:
             raise ExecutorError(_contract_error(batch, error)) from None
+        except RuntimeError as error:
+            raise ExecutorError(str(error)) from None
         except MemoryError:
             raise AllocationError(f"memory ran out in a step of {len(batch.token_ids)} tokens") from None
         return self._logits[:rows, : self._spec.vocab_size]

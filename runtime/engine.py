@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..devices.memory_plan import SCORE_LOGITS_BYTES
 from ..errors import AllocationError, ExecutorError, NybbleError, RequestError, SettingError
-from ..kvcache import KvCache
+from ..kvcache import FileStore, KvCache
 from .answering import Rows, choose_tokens, score_tokens
 from .batch_building import build_batch, logit_rows
 from .constraint import Constraints
@@ -45,7 +45,8 @@ class Engine:
     - `share_prefixes`, `min_shared_tokens`: whether a prompt's beginning is taken from what was computed
       before, and the fewest tokens for which it is.
     - `swap_bytes`: host memory for what preempted sequences had computed, where the executor says that this
-      is cheaper than to compute it again; by default as much as the cache has.
+      is cheaper than to compute it again; by default as much as the cache has. `swap_file`: they wait there
+      instead, where writing and reading it takes less time than computing it again.
     - `speculator`: what guesses tokens ahead, or None.
     - `bandwidth`: bytes a second that the machine can read, for the statistics.
     - `on_step`, `on_end`: called after each step, and with the first sequence of each request that ended.
@@ -68,6 +69,7 @@ class Engine:
         share_prefixes: bool = True,
         min_shared_tokens: int | None = None,
         swap_bytes: int | None = None,
+        swap_file: FileStore | None = None,
         speculator: Speculator | None = None,
         bandwidth: float | None = None,
         on_step: Callable[[StepStatistics], None] | None = None,
@@ -103,7 +105,7 @@ class Engine:
         if swap_bytes is None:
             swap_bytes = layout.num_blocks * layout.bytes_per_block
         self._copies = PageCopies(executor, self.cache)
-        self._swapper = Swapper(executor, self.cache, self._copies, swap_bytes)
+        self._swapper = Swapper(executor, self.cache, self._copies, swap_bytes, swap_file)
         self._limits = RequestLimits(self._vocab_size, max_model_len, self.cache)
         self._scheduler: Scheduler[Sequence] = Scheduler(
             self.cache,

@@ -9,17 +9,22 @@ change.
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
+from ..devices.process import give_back_freed_memory
+from ..devices.residency import ResidencyPlan
 from ..devices.user_files import cache_folder
-from ..errors import ModelFormatError
+from ..errors import ModelFormatError, OutputError
 from ..export.artifact import CACHE_FOLDER
 from ..export.atomic_file import new_file
 from ..export.weights import LogicalWeights
 from ..models.spec import ModelSpec
-from .packed_file import MappedWeights, UnusableFile, file_parts, read_packed, same_part, write_packed
-from .packed_weights import FreshlyPacked, PackedSource
+from .packed_file import MappedWeights, UnusableFile, form_of, read_packed, write_packed
+from .packed_weights import FreshlyPacked, PackedLinear, PackedSource, Packing, PackingSource
 
 FILE_NAME = "packed.bin"
 
@@ -27,19 +32,24 @@ log = logging.getLogger("nybble")
 
 
 def load_packed(
-    folder: Path | None, digest: str, spec: ModelSpec, weights: Callable[[], LogicalWeights]
+    folder: Path | None,
+    digest: str,
+    spec: ModelSpec,
+    weights: Callable[[], LogicalWeights],
+    residency: ResidencyPlan | None = None,
 ) -> PackedSource:
     """A model's packed weights: mapped from its cache file, which is made first where none can be used;
     where none can be written either, packed as they are asked for.
 
     `folder` is the artifact, None for a model in another format, and `digest` tells it from others, in
-    hexadecimal. `weights` opens its tensors, and is called only to pack.
+    hexadecimal. `weights` opens its tensors, and is called only to pack. What `residency` streams is checked
+    without becoming resident.
     Raises what reading those raises; whatever is wrong with a cache file is one line in the log.
     """
     files = cache_files(folder, digest)
     for file in files:
         try:
-            return open_packed(file, spec, digest)
+            return open_packed(file, spec, digest, residency)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
@@ -51,12 +61,30 @@ def load_packed(
         try:
             if file.parent.parent != folder:
                 file.parent.parent.mkdir(parents=True, exist_ok=True)
-            return build_packed(file, source, digest)
+            return build_packed(file, source, digest, residency)
         except OSError as error:
             log.info("%s: packed weights cannot be kept: %s", file, error.strerror)
         except UnusableFile as error:
             log.warning("%s: packed weights cannot be kept: %s", file, error)
     return source
+
+
+def pack_into_temporary(
+    folder: Path, source: PackingSource, digest: str, residency: ResidencyPlan
+) -> MappedWeights:
+    """Packed weights in a file without a name in `folder`, which is gone with its last user: for weights that
+    are streamed, so have to be in a file, where none is kept. Raises `OutputError`."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as output:
+            write_packed(output, source, digest)
+            output.flush()
+            give_back_freed_memory()
+            return read_packed(output.fileno(), folder / FILE_NAME, source.spec, digest, residency)
+    except OSError as error:
+        raise OutputError(
+            f"{folder}: packed weights cannot be written: {error.strerror}; memory_budget has them streamed "
+            "from a file: name another scratch_folder, or give more memory"
+        ) from error
 
 
 def check_packed(folder: Path, digest: str, spec: ModelSpec, weights: Callable[[], LogicalWeights]) -> None:
@@ -70,9 +98,26 @@ def check_packed(folder: Path, digest: str, spec: ModelSpec, weights: Callable[[
             continue
         expected = FreshlyPacked(weights())
         for name, shape in spec.tensors().items():
-            one, other = (list(file_parts(x, name, len(shape) == 2)) for x in (found, expected))
-            if len(one) != len(other) or not all(map(same_part, one, other)):
+            if len(shape) == 2:
+                same = _same_linear(found.linear(name), expected.packing(name))
+            else:
+                same = np.array_equal(found.vector(name), expected.vector(name))
+            if not same:
                 raise ModelFormatError(f"{file}: {name} is not the artifact's; delete this file")
+
+
+def _same_linear(found: PackedLinear, expected: Packing) -> bool:
+    one, other = found.permutation, expected.permutation
+    if form_of(found) != form_of(expected) or (one is None) != (other is None):
+        return False
+    if one is not None and other is not None and not np.array_equal(one, other):
+        return False
+    at = 0
+    for piece in expected.pieces():
+        if not np.array_equal(found.tiles[at : at + len(piece)], piece):
+            return False
+        at += len(piece)
+    return True
 
 
 def cache_files(folder: Path | None, digest: str) -> tuple[Path, ...]:
@@ -84,19 +129,23 @@ def cache_files(folder: Path | None, digest: str) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def open_packed(file: Path, spec: ModelSpec, digest: str) -> MappedWeights:
-    """The weights in a cache file, all of it checked. Raises `OSError`, and `UnusableFile` for a file that is
-    damaged, of another artifact or of another version."""
+def open_packed(
+    file: Path, spec: ModelSpec, digest: str, residency: ResidencyPlan | None = None
+) -> MappedWeights:
+    """The weights in a cache file, all of it checked, also what `residency` streams. Raises `OSError`, and
+    `UnusableFile` for a file that is damaged, of another artifact or of another version."""
     # Opening a pipe that someone put there must not wait for a writer.
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        return read_packed(descriptor, spec, digest)
+        return read_packed(descriptor, file, spec, digest, residency)
     finally:
         os.close(descriptor)
 
 
-def build_packed(file: Path, source: PackedSource, digest: str) -> MappedWeights:
-    """Writes a cache file, tensor by tensor, and maps it. It appears whole or not at all; of several writers
+def build_packed(
+    file: Path, source: PackingSource, digest: str, residency: ResidencyPlan | None = None
+) -> MappedWeights:
+    """Writes a cache file, piece by piece, and maps it. It appears whole or not at all; of several writers
     the last one's stays. Raises `OSError` where it cannot be written, and what the source raises."""
     if file.parent.is_symlink():  # an artifact made elsewhere must not choose where to write
         raise OSError(0, f"{file.parent} is a symbolic link")
@@ -104,4 +153,5 @@ def build_packed(file: Path, source: PackedSource, digest: str) -> MappedWeights
     with new_file(file) as output:
         write_packed(output, source, digest)
         output.flush()
-        return read_packed(output.fileno(), source.spec, digest)
+        give_back_freed_memory()
+        return read_packed(output.fileno(), file, source.spec, digest, residency)

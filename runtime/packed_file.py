@@ -24,24 +24,32 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..devices.residency import ResidencyPlan
 from ..errors import ModelFormatError
 from ..models.config_reader import parse_json_object
 from ..models.spec import ModelSpec
-from .packed_weights import KIND_BITS, LAYOUT_VERSION, SLICE, PackedLinear, PackedSource, tiles_bytes
+from .packed_weights import (
+    KIND_BITS,
+    LAYOUT_VERSION,
+    SLICE,
+    PackedLinear,
+    Packing,
+    PackingSource,
+    tiles_bytes,
+)
+from .unmapped import Section, SectionedFile, crc32_of, forget, read_array
 
 MAGIC = b"NYBPACK\0"
 FORMAT_VERSION = 1
 PAGE, ALIGNMENT = 4096, 64
 MAX_TABLE_BYTES = 64 << 20
-
-# An array in the file: its name, and what the table says of it besides its place.
-Part = tuple[str, NDArray[Any], dict[str, int]]
 
 
 class Preamble(NamedTuple):
@@ -69,12 +77,17 @@ class UnusableFile(Exception):
 
 
 class MappedWeights:
-    """`PackedSource` over a file that has been checked; the arrays are read-only and keep it mapped."""
+    """`PackedSource` over a file that has been checked; the arrays are read-only and keep it mapped.
+    `file` is for reading it past the mapping."""
 
     def __init__(
-        self, spec: ModelSpec, linears: dict[str, PackedLinear], vectors: dict[str, NDArray[np.float32]]
+        self,
+        spec: ModelSpec,
+        linears: dict[str, PackedLinear],
+        vectors: dict[str, NDArray[np.float32]],
+        file: SectionedFile,
     ) -> None:
-        self._spec, self._linears, self._vectors = spec, linears, vectors
+        self._spec, self._linears, self._vectors, self.file = spec, linears, vectors, file
 
     @property
     def spec(self) -> ModelSpec:
@@ -95,53 +108,76 @@ def sections_of(spec: ModelSpec) -> Iterator[dict[str, tuple[int, ...]]]:
     yield from layers
 
 
-def write_packed(output: BinaryIO, source: PackedSource, digest: str) -> None:
-    sections, at = [], PAGE
-    output.seek(at)
+def write_packed(output: BinaryIO, source: PackingSource, digest: str) -> None:
+    """Writes a file piece by piece: of a matrix a few rows are in memory, never all."""
+    file, sections = _Writer(output), []
     for shapes in sections_of(source.spec):
-        start, crc, tensors = at, 0, {}
+        start, file.crc, tensors = file.at, 0, {}
         for name, shape in shapes.items():
-            for part, array, form in file_parts(source, name, len(shape) == 2):
-                data = array.data.cast("B")
-                for piece in (bytes(-at % ALIGNMENT), data):
-                    output.write(piece)
-                    crc = zlib.crc32(piece, crc)
-                    at += len(piece)
-                tensors[part] = {"offset": at - len(data), "size": len(data), **form}
-        padding = bytes(-at % PAGE)
-        output.write(padding)
-        at += len(padding)
-        crc = zlib.crc32(padding, crc)
-        sections.append({"offset": start, "size": at - start, "crc32": crc, "tensors": tensors})
+            for part in _parts(source, name, len(shape) == 2):
+                file.pad(ALIGNMENT)
+                offset = file.at
+                for piece in part.pieces:
+                    file.write(piece.data.cast("B"))
+                tensors[part.name] = {"offset": offset, "size": file.at - offset, **part.form}
+        file.pad(PAGE)
+        sections.append({"offset": start, "size": file.at - start, "crc32": file.crc, "tensors": tensors})
     table = json.dumps({"sections": sections}, separators=(",", ":")).encode()
     output.write(table)
     # The preamble comes last: a file without it is none.
     preamble = _PREAMBLE.pack(
         *Preamble(
-            MAGIC, FORMAT_VERSION, LAYOUT_VERSION, bytes.fromhex(digest), at, len(table), zlib.crc32(table)
+            MAGIC,
+            FORMAT_VERSION,
+            LAYOUT_VERSION,
+            bytes.fromhex(digest),
+            file.at,
+            len(table),
+            zlib.crc32(table),
         )
     )
     output.seek(0)
     output.write(preamble + _CRC.pack(zlib.crc32(preamble)))
 
 
-def file_parts(source: PackedSource, name: str, linear: bool) -> Iterator[Part]:
+class _Writer:
+    """Writes a file's sections; `at` is where it is, `crc` the CRC-32 of what was written since it was 0."""
+
+    def __init__(self, output: BinaryIO) -> None:
+        self._output, self.at, self.crc = output, PAGE, 0
+        output.seek(PAGE)
+
+    def write(self, piece: bytes | memoryview) -> None:
+        self._output.write(piece)
+        self.crc = zlib.crc32(piece, self.crc)
+        self.at += len(piece)
+
+    def pad(self, multiple: int) -> None:
+        self.write(bytes(-self.at % multiple))
+
+
+class _Part(NamedTuple):
+    """An array in the file, in pieces one after the other."""
+
+    name: str
+    pieces: Iterable[NDArray[Any]]
+    form: dict[str, int]  # what the table says of it besides its place
+
+
+def _parts(source: PackingSource, name: str, linear: bool) -> Iterator[_Part]:
     """What a tensor is in the file."""
     if not linear:
-        yield name, source.vector(name), {}
+        yield _Part(name, [source.vector(name)], {})
         return
-    packed = source.linear(name)
-    yield (
-        name,
-        packed.tiles,
-        _form(packed.rows, packed.columns, packed.bits, packed.kind, packed.slices_per_group),
-    )
-    if packed.permutation is not None:
-        yield f"{name}.permutation", np.ascontiguousarray(packed.permutation, np.int32), {}
+    packing = source.packing(name)
+    yield _Part(name, packing.pieces(), form_of(packing))
+    if packing.permutation is not None:
+        yield _Part(f"{name}.permutation", [packing.permutation], {})
 
 
-def same_part(one: Part, other: Part) -> bool:
-    return one[2] == other[2] and np.array_equal(one[1], other[1])
+def form_of(linear: Packing | PackedLinear) -> dict[str, int]:
+    """What the table says of a linear layer's tiles."""
+    return _form(linear.rows, linear.columns, linear.bits, linear.kind, linear.slices_per_group)
 
 
 def _form(rows: int, columns: int, bits: int, kind: int, slices_per_group: int) -> dict[str, int]:
@@ -154,8 +190,11 @@ def _form(rows: int, columns: int, bits: int, kind: int, slices_per_group: int) 
     }
 
 
-def read_packed(descriptor: int, spec: ModelSpec, digest: str) -> MappedWeights:
-    """The checked weights of an open file."""
+def read_packed(
+    descriptor: int, file: Path, spec: ModelSpec, digest: str, residency: ResidencyPlan | None = None
+) -> MappedWeights:
+    """The checked weights of an open file; `file` is its name. Of sections that `residency` streams, nothing
+    becomes resident but norms, biases and permutations, which are copied."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise UnusableFile("it is not a regular file")
@@ -177,15 +216,29 @@ def read_packed(descriptor: int, spec: ModelSpec, digest: str) -> MappedWeights:
         raise UnusableFile("its table is not that of this model")
     linears, vectors = {}, {}
     for number, (shapes, section) in enumerate(zip(sections_of(spec), expected, strict=True)):
-        if zlib.crc32(_view(content, section).data) != section["crc32"]:
+        streamed = residency is not None and _is_streamed(residency, number)
+        place, tensors = (section["offset"], section["size"]), section["tensors"]
+        crc = crc32_of(descriptor, *place) if streamed else zlib.crc32(_view(content, section).data)
+        if crc != section["crc32"]:
             raise UnusableFile(f"the CRC-32 of section {number} differs")
-        tensors = section["tensors"]
         for name, shape in shapes.items():
-            if len(shape) == 2:
-                linears[name] = _linear(content, name, tensors)
-            else:
-                vectors[name] = _view(content, tensors[name]).view(np.float32)
-    return MappedWeights(spec, linears, vectors)
+            if len(shape) == 1:
+                vectors[name] = _small(content, descriptor, tensors[name], np.float32, streamed)
+                continue
+            order = tensors.get(f"{name}.permutation")
+            permutation = None if order is None else _small(content, descriptor, order, np.int32, streamed)
+            linears[name] = _linear(content, tensors[name], permutation)
+        if streamed:
+            forget(descriptor, *place)
+    sections = [
+        Section(x["offset"], x["size"], {name: entry["offset"] for name, entry in x["tensors"].items()})
+        for x in expected
+    ]
+    return MappedWeights(spec, linears, vectors, SectionedFile(file, descriptor, sections))
+
+
+def _is_streamed(residency: ResidencyPlan, section: int) -> bool:
+    return residency.streamed_head if section == 0 else section - 1 in residency.streamed_layers
 
 
 def _checked_preamble(raw: bytes, digest: str) -> Preamble:
@@ -247,8 +300,9 @@ def _check_form(name: str, form: dict[str, int]) -> None:
         raise UnusableFile(f"its tensor {name} has a form that no tile has")
 
 
-def _linear(content: NDArray[np.uint8], name: str, tensors: dict[str, dict[str, int]]) -> PackedLinear:
-    entry, order = tensors[name], tensors.get(f"{name}.permutation")
+def _linear(
+    content: NDArray[np.uint8], entry: dict[str, int], permutation: NDArray[np.int32] | None
+) -> PackedLinear:
     return PackedLinear(
         _view(content, entry),
         entry["rows"],
@@ -256,8 +310,19 @@ def _linear(content: NDArray[np.uint8], name: str, tensors: dict[str, dict[str, 
         entry["bits"],
         entry["kind"],
         entry["slices_per_group"],
-        None if order is None else _view(content, order).view(np.int32),
+        permutation,
     )
+
+
+def _small(
+    content: NDArray[np.uint8],
+    descriptor: int,
+    entry: dict[str, int],
+    dtype: type[np.generic],
+    streamed: bool,
+) -> NDArray[Any]:
+    """A vector: where it is streamed a copy, since looking at the mapping would keep what lies around it."""
+    return read_array(descriptor, entry, dtype) if streamed else _view(content, entry).view(dtype)
 
 
 def _view(content: NDArray[np.uint8], entry: dict[str, int]) -> NDArray[np.uint8]:

@@ -1,5 +1,6 @@
 """Weights as the CPU kernels read them: tiles of 16 output rows by 32 inputs (`kernels/layout.h`)."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,13 +13,14 @@ from ..models.spec import ModelSpec
 from ..quant.packing import QuantizedTensor, unpack_rows
 from ..quant.packing_ggml import GgmlType
 from ..quant.packing_nf4 import Nf4Tensor
+from ..quant.packing_rows import MatrixKind, MatrixRows
 
 # Raised whenever the same weights would become other bytes: files of packed weights are then made again.
 LAYOUT_VERSION = 1
 TILE_ROWS = 16
 SLICE = 32
-TILES_AT_ONCE = 256  # what is unpacked together: at most a few megabytes
 SYMMETRIC, ZERO_POINT, MINIMUM, NF4 = range(4)
+KINDS: dict[MatrixKind, int] = {"symmetric": SYMMETRIC, "zeros": ZERO_POINT, "minima": MINIMUM, "nf4": NF4}
 # Of each group of a tile, by kind.
 HEADER_BYTES = {
     SYMMETRIC: TILE_ROWS * 2, ZERO_POINT: TILE_ROWS * 3, MINIMUM: TILE_ROWS * 4, NF4: TILE_ROWS * 2,
@@ -39,6 +41,75 @@ class PackedLinear:
     slices_per_group: int
     permutation: NDArray[np.int32] | None = None  # stored column j is the input's column permutation[j]
 
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of 16 rows."""
+        return self.tiles.nbytes // -(-self.rows // TILE_ROWS)
+
+
+class Packing:
+    """How one linear layer is packed: the form of its tiles, and the tiles a few at a time. Rows are padded
+    to whole tiles with zero weights, inputs to whole slices.
+
+    A tensor has one packed form, whichever half of an artifact it is read from: columns of a group ascend,
+    which the halves keep or not, and zero points that are all in the middle are left out.
+    """
+
+    def __init__(self, matrix: MatrixRows, name: str = "tensor") -> None:
+        """Raises `UnsupportedModelError` naming `name` for minima with 8 bits, and for a group size that is
+        no multiple of 32, short of one group a row: the activations' scales, too, are for 32 inputs each."""
+        self._matrix = matrix
+        self.rows, self.columns, self.bits = matrix.rows, matrix.columns, matrix.bits
+        self.kind, slices = KINDS[matrix.kind], -(-matrix.columns // SLICE)
+        if matrix.group_size < matrix.columns and matrix.group_size % SLICE:
+            raise UnsupportedModelError(
+                f"{name} has groups of {matrix.group_size} inputs; executor 'cpu' has groups of a multiple "
+                f"of {SLICE}, or one a row; try executor 'ort'"
+            )
+        if self.bits not in KIND_BITS[self.kind]:
+            raise UnsupportedModelError(
+                f"{name} has minima with {self.bits} bits; executor 'cpu' has minima with 4 bits"
+            )
+        whole = matrix.group_size >= matrix.columns
+        self.slices_per_group = slices if whole else matrix.group_size // SLICE
+        self._order, self.permutation = _column_order(matrix)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tiles."""
+        return tiles_bytes(self.rows, self.columns, self.bits, self.kind, self.slices_per_group)
+
+    def pieces(self) -> Iterator[NDArray[np.uint8]]:
+        """The tiles in order, [bytes] a piece. Raises what reading the weight raises."""
+        for _, part in self._matrix.pieces():
+            yield self._tiles(part)
+
+    def packed(self) -> PackedLinear:
+        """All of them in memory."""
+        tiles, at = np.empty(self.nbytes, np.uint8), 0
+        for piece in self.pieces():
+            tiles[at : at + len(piece)] = piece
+            at += len(piece)
+        return PackedLinear(
+            tiles, self.rows, self.columns, self.bits, self.kind, self.slices_per_group, self.permutation
+        )
+
+    def _tiles(self, part: QuantizedTensor | Nf4Tensor) -> NDArray[np.uint8]:
+        tiles, slices = -(-part.out_features // TILE_ROWS), -(-self.columns // SLICE)
+        header_bytes, slice_bytes = HEADER_BYTES[self.kind], TILE_ROWS * SLICE * self.bits // 8
+        packed = np.empty((tiles, part.groups * header_bytes + slices * slice_bytes), np.uint8)
+        codes = unpack_rows(part.packed, self.bits, self.columns)
+        body = _slices(codes if self._order is None else codes[:, self._order], tiles, slices, self.bits)
+        headers = np.concatenate([_lanes(values, tiles) for values in _header(part, self.kind)], axis=2)
+        at, per_group = 0, self.slices_per_group
+        for group in range(part.groups):
+            packed[:, at : at + header_bytes] = headers[:, group]
+            at += header_bytes
+            values = body[:, group * per_group : (group + 1) * per_group].reshape(tiles, -1)
+            packed[:, at : at + values.shape[1]] = values
+            at += values.shape[1]
+        return packed.reshape(-1)
+
 
 class PackedSource(Protocol):
     """A model's tensors by their Hugging Face names, as the kernels read them."""
@@ -51,9 +122,20 @@ class PackedSource(Protocol):
     def vector(self, name: str) -> NDArray[np.float32]: ...
 
 
+class PackingSource(Protocol):
+    """A model's tensors by their Hugging Face names, to be packed piece by piece."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def packing(self, name: str) -> Packing: ...
+
+    def vector(self, name: str) -> NDArray[np.float32]: ...
+
+
 class FreshlyPacked:
-    """`PackedSource` over logical weights: each tensor is read and packed when it is asked for, and none is
-    kept."""
+    """`PackedSource` and `PackingSource` over logical weights: each tensor is read and packed when it is
+    asked for, and none is kept."""
 
     def __init__(self, weights: LogicalWeights) -> None:
         self._weights = weights
@@ -63,13 +145,17 @@ class FreshlyPacked:
         return self._weights.spec
 
     def linear(self, name: str) -> PackedLinear:
+        """Raises as `packing` does."""
+        return self.packing(name).packed()
+
+    def packing(self, name: str) -> Packing:
         """Raises `UnsupportedModelError` for a tensor that is not quantized, or that no tile expresses."""
-        tensor = self._weights.tensor(name)
-        if not isinstance(tensor, QuantizedTensor):
+        matrix = self._weights.matrix(name)
+        if matrix is None:
             raise UnsupportedModelError(
                 f"tensor {name} is not quantized; executor 'cpu' runs quantized models only"
             )
-        return pack(tensor, f"tensor {name}")
+        return Packing(matrix, f"tensor {name}")
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """A norm's weight or a bias, [n] float32."""
@@ -93,68 +179,27 @@ def ggml_tiles_bytes(rows: int, columns: int, kind: GgmlType) -> int:
 
 
 def pack(tensor: QuantizedTensor | Nf4Tensor, name: str = "tensor") -> PackedLinear:
-    """Repacks a quantized weight, some rows at a time. Rows are padded to whole tiles with zero weights,
-    inputs to whole slices.
-
-    A tensor has one packed form, whichever half of an artifact it was read from: columns of a group ascend,
-    which the halves keep or not, and zero points that are all in the middle are left out. Raises
-    `UnsupportedModelError` naming `name` for minima with 8 bits, and for a group size that is no multiple of
-    32, short of one group a row: the activations' scales, too, are for 32 inputs each.
-    """
-    rows, columns, bits = tensor.out_features, tensor.in_features, tensor.bits
-    tiles, slices = -(-rows // TILE_ROWS), -(-columns // SLICE)
-    if tensor.group_size < columns and tensor.group_size % SLICE:
-        raise UnsupportedModelError(
-            f"{name} has groups of {tensor.group_size} inputs; executor 'cpu' has groups of a multiple of "
-            f"{SLICE}, or one a row; try executor 'ort'"
-        )
-    per_group = slices if tensor.group_size >= columns else tensor.group_size // SLICE
-    order, permutation = _column_order(tensor)
-    kind, header = _header(tensor)
-    if bits not in KIND_BITS[kind]:
-        raise UnsupportedModelError(
-            f"{name} has minima with {bits} bits; executor 'cpu' has minima with 4 bits"
-        )
-    header_bytes = HEADER_BYTES[kind]
-    slice_bytes = TILE_ROWS * SLICE * bits // 8
-    packed = np.empty((tiles, tensor.groups * header_bytes + slices * slice_bytes), np.uint8)
-    for first in range(0, tiles, TILES_AT_ONCE):
-        part = packed[first : first + TILES_AT_ONCE]
-        begin, end = first * TILE_ROWS, (first + len(part)) * TILE_ROWS
-        codes = unpack_rows(tensor.packed[begin:end], bits, columns)
-        body = _slices(codes if order is None else codes[:, order], len(part), slices, bits)
-        headers = np.concatenate([_lanes(values[begin:end], len(part)) for values in header], axis=2)
-        at = 0
-        for group in range(tensor.groups):
-            part[:, at : at + header_bytes] = headers[:, group]
-            at += header_bytes
-            values = body[:, group * per_group : (group + 1) * per_group].reshape(len(part), -1)
-            part[:, at : at + values.shape[1]] = values
-            at += values.shape[1]
-    return PackedLinear(packed.reshape(-1), rows, columns, bits, kind, per_group, permutation)
+    """A quantized weight in memory, packed. Raises as `Packing` does."""
+    return Packing(MatrixRows.of(tensor), name).packed()
 
 
-def _header(tensor: QuantizedTensor | Nf4Tensor) -> tuple[int, tuple[NDArray[np.generic], ...]]:
-    """A tensor's kind, and what a header holds of each row and group, in order: arrays [rows, groups]."""
-    if isinstance(tensor, Nf4Tensor):
-        return NF4, (tensor.scales,)
-    if tensor.minima is not None:
-        return MINIMUM, (tensor.scales, tensor.minima)
-    if tensor.zeros is None or (tensor.zeros == 1 << (tensor.bits - 1)).all():
-        return SYMMETRIC, (tensor.scales,)
-    return ZERO_POINT, (tensor.scales, tensor.zeros)
+def _header(part: QuantizedTensor | Nf4Tensor, kind: int) -> tuple[NDArray[np.generic], ...]:
+    """What a header holds of each row and group, in order: arrays [rows, groups]."""
+    if isinstance(part, Nf4Tensor) or kind == SYMMETRIC:
+        return (part.scales,)
+    if part.minima is not None:
+        return part.scales, part.minima
+    return part.scales, part.zero_points
 
 
-def _column_order(
-    tensor: QuantizedTensor | Nf4Tensor,
-) -> tuple[NDArray[np.intp] | None, NDArray[np.int32] | None]:
+def _column_order(matrix: MatrixRows) -> tuple[NDArray[np.intp] | None, NDArray[np.int32] | None]:
     """How stored columns are packed, and the permutation that they then have; None is as they are."""
-    if tensor.permutation is None:
+    if matrix.permutation is None:
         return None, None
-    group = np.arange(tensor.in_features) // tensor.group_size
-    order = np.lexsort((tensor.permutation, group))
-    permutation = tensor.permutation[order]
-    if np.array_equal(permutation, np.arange(tensor.in_features)):
+    group = np.arange(matrix.columns) // matrix.group_size
+    order = np.lexsort((matrix.permutation, group))
+    permutation = matrix.permutation[order]
+    if np.array_equal(permutation, np.arange(matrix.columns)):
         return order, None
     return order, np.ascontiguousarray(permutation, np.int32)
 

@@ -288,7 +288,7 @@ class Scheduler(Generic[State]):
         self.preemptions += 1
         last.preemptions += 1
         if self._swapper is not None and last.computed:
-            self._swapper.keep(last)
+            self._swapper.keep(last, self._budget.compute_seconds(last.computed))
         self._put_back(last)
         return last
 

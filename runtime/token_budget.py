@@ -72,6 +72,10 @@ class TokenBudget:
             return max(0.0, self.target_seconds - alone)
         return (DEFAULT_RATIO - 1) * alone * max(1.0, self._eager / self._decodes) if alone else None
 
+    def compute_seconds(self, tokens: int) -> float:
+        """What it takes to compute a text of so many tokens, from the steps so far; 0 where none tells."""
+        return self._model.prefill_seconds(tokens, 0)
+
     def observe(self, shape: StepShape, seconds: float) -> None:
         """A step was run."""
         self._model.observe(shape, seconds)

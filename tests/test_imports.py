@@ -19,7 +19,7 @@ PACKAGES = {
         for room in ("models", "quant", "export", "kvcache", "devices", "runtime")
     },
 }
-PACKING = ("quant.packing", "quant.packing_ggml", "quant.packing_nf4")  # numpy only
+PACKING = ("quant.packing", "quant.packing_ggml", "quant.packing_nf4", "quant.packing_rows")  # numpy only
 # DESIGN's table. A name covers what is inside it; every room may import itself and what ANYONE lists.
 MAY_IMPORT = {
     "models": (),

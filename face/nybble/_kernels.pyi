@@ -59,11 +59,27 @@ class DecoderBuilder:
         head: NDArray[np.uint8],
         head_slices: int,
     ) -> None: ...
+    def stream_layer(self, layer: int, offset: int, bytes: int, tiles: list[int]) -> None:
+        """A layer that is read in every step: its section of the file, and where its seven linear layers'
+        tiles begin in the file. In ascending order, after what it names has been set."""
+
+    def stream_head(self, embedding_tiles: int, head_tiles: int) -> None:
+        """The same for embedding and head."""
+
+class StreamFile:
+    """The open file that streamed weights are read from, into `buffers` buffers of `buffer_bytes`; a step
+    fails where no read ends for `timeout` seconds. `file` is its name in messages."""
+
+    def __init__(
+        self, descriptor: int, file: str, buffers: int, buffer_bytes: int, timeout: float
+    ) -> None: ...
 
 class Decoder:
     """The whole decoder. Arrays that break the contract raise `ValueError` naming the argument."""
 
-    def __init__(self, builder: DecoderBuilder, threads: int, isa: str) -> None: ...
+    def __init__(
+        self, builder: DecoderBuilder, threads: int, isa: str, stream: StreamFile | None = None
+    ) -> None: ...
     def allocate_kv(self, num_blocks: int, kv_type: int) -> None: ...
     def reserve(self, tokens: int, sequences: int, rows: int) -> None: ...
     def step(
@@ -76,7 +92,8 @@ class Decoder:
         logit_rows: NDArray[np.int32],
         logits: NDArray[np.float32],
     ) -> None:
-        """Writes `logits` [R or more, `logit_stride`]. Releases the GIL."""
+        """Writes `logits` [R or more, `logit_stride`]. Releases the GIL. Raises `RuntimeError` where streamed
+        weights could not be read."""
 
     def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32], group: int) -> None: ...
     def read_blocks(self, ids: NDArray[np.int32], group: int) -> bytes: ...

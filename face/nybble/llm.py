@@ -32,7 +32,10 @@ class LLM:
       the ONNX half on ONNX Runtime.
     - `providers`: ONNX Runtime execution providers, best first, in place of the device's; a profile's options
       for them hold.
-    - `memory_budget`: bytes, a size ("600MB") or a share of the device's memory (0.5).
+    - `memory_budget`: bytes, a size ("600MB") or a share of the device's memory (0.5), which this process
+      keeps to. On our kernels weights past it are streamed from disk, and requests share what is left.
+    - `scratch_folder`: where files without a name go that a budget may need: preempted requests' pages, and
+      streamed weights where no packed file is kept. By default TMPDIR, else `/var/tmp`.
     - `max_model_len`: the context in tokens. `max_batch_tokens`: most new tokens of one step.
     - `max_sequences`: the most requests that run at once, fewer where memory allows fewer. `kv_dtype`:
       "f32", "f16", or on our kernels "int8".
@@ -81,6 +84,7 @@ class LLM:
         speculation: str | Path = "auto",
         low_power: bool = False,
         tuned: bool = True,
+        scratch_folder: str | Path | None = None,
         max_waiting: int | None = None,
         max_waiting_tokens: int | None = None,
         share_prefixes: bool = True,
@@ -104,6 +108,7 @@ class LLM:
             speculation=speculation,
             low_power=low_power,
             tuned=tuned,
+            scratch_folder=scratch_folder,
         )
         self._start(
             loaded,
@@ -144,6 +149,7 @@ class LLM:
             speculator=loaded.speculator,
             target_token_ms=loaded.target_token_ms,
             bandwidth=loaded.bandwidth,
+            swap_file=loaded.swap_file,
             **settings,
         )
 

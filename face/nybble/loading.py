@@ -1,6 +1,9 @@
 """From a model's path to an executor with its cache, checked against the memory budget before anything is
 loaded."""
 
+import logging
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -15,12 +18,17 @@ from .devices import (
     RunSettings,
     choose_isa,
     fit_sequences,
+    format_bytes,
+    give_back_freed_memory,
     parse_memory_budget,
+    plan_within,
     probe,
     resolve_device,
+    share_pages,
     with_tuned,
 )
 from .errors import ModelFormatError, SettingError
+from .kvcache import FileStore
 from .runnable import Runnable, RunnableArtifact, open_runnable
 from .runtime.executor import Executor, KvDtype
 from .runtime.speculation import Speculator
@@ -28,6 +36,9 @@ from .runtime.tokenizer import Tokenizer
 from .speculating import Draft, plain_speculator, wants_draft
 
 CPU_PAGE_SIZE = 16
+_DISK_FOLDER = "/var/tmp" if os.path.isdir("/var/tmp") else tempfile.gettempdir()  # /tmp may be memory
+
+log = logging.getLogger("nybble")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +53,7 @@ class Loaded:
     max_batch_tokens: int
     max_sequences: int
     digest: str  # of what the weights came from
+    swap_file: FileStore | None = None
     target_token_ms: float | None = None
     bandwidth: float | None = None  # bytes a second; None where the profile does not say
     speculator: Speculator | None = None
@@ -51,6 +63,8 @@ class Loaded:
         self.executor.close()
         if self.speculator is not None:
             self.speculator.close()
+        if self.swap_file is not None:
+            self.swap_file.close()
 
 
 def load(
@@ -71,6 +85,7 @@ def load(
     speculation: str | Path = "off",
     low_power: bool = False,
     tuned: bool = False,
+    scratch_folder: str | Path | None = None,
 ) -> Loaded:
     """Opens a model for `LLM`, whose parameters these are."""
     if executor not in ("auto", "cpu", "ort"):
@@ -78,6 +93,7 @@ def load(
     for name, value in (("threads", threads), ("max_batch_tokens", max_batch_tokens)):
         if value is not None and value < 1:
             raise SettingError(f"{name} is {value}; expected at least 1")
+    scratch = Path(scratch_folder or os.environ.get("TMPDIR") or _DISK_FOLDER)
     machine = probe(providers=False)
     profile = resolve_device(device, machine)
     budget = profile.memory_budget
@@ -98,7 +114,7 @@ def load(
                 model.recipe,
                 profile,
                 context=max_model_len,
-                kv_dtype=_kv_dtype(kv_dtype, profile, kind),
+                kv_dtype=choose_kv_dtype(kv_dtype, profile, kind),
                 half=model.half,
                 token_budget=max_batch_tokens,
                 threads=threads,
@@ -109,19 +125,20 @@ def load(
             draft = until_loaded.enter_context(closing(Draft(speculation, run))) if drafted else None
             if draft is not None and budget is not None:
                 run = replace(run, budget=budget - draft.bytes)
-            plan = fit_sequences(run, max_sequences)
+            plan = _plan(run, max_sequences, path, kv_dtype)
             tokenizer, digest = Tokenizer(model.tokenizer_files), model.digest
+            give_back_freed_memory()
             opened = (
                 _open_ort(model, profile, providers, threads)
                 if kind == "ort" and isinstance(model, RunnableArtifact)
-                else _open_cpu(model, threads, plan, max_batch_tokens, cache)
+                else _open_cpu(model, threads, plan, cache, scratch)
             )
         try:
             opened.allocate_kv(plan.num_pages, plan.page_size, plan.kv_dtype)
             if draft is None:
                 speculator = plain_speculator(speculation, opened, kind, plan.sequences)
             else:
-                speculator = draft.open(opened, tokenizer, plan.sequences, threads, cache)
+                speculator = draft.open(opened, tokenizer, plan.sequences, threads, cache, scratch)
         except BaseException:
             opened.close()
             raise
@@ -131,8 +148,9 @@ def load(
         generation_config=model.generation_config,
         eos_token_ids=eos_token_ids(model.config, model.generation_config, tokenizer),
         max_model_len=plan.context,
-        max_batch_tokens=max_batch_tokens,
+        max_batch_tokens=plan.token_budget,
         max_sequences=plan.sequences,
+        swap_file=FileStore(scratch) if _shares_pages(plan, kind) else None,
         digest=digest,
         target_token_ms=profile.target_token_ms if target_token_ms is None else target_token_ms,
         bandwidth=profile.bandwidth,
@@ -149,7 +167,8 @@ def choose_executor(asked: str, profile: DeviceProfile, providers: Sequence[str]
     return "cpu" if on_cpu and find_spec("nybble._kernels") is not None else "ort"
 
 
-def _kv_dtype(asked: str | None, profile: DeviceProfile, executor: ExecutorKind) -> KvDtype:
+def choose_kv_dtype(asked: str | None, profile: DeviceProfile, executor: ExecutorKind) -> KvDtype:
+    """The cache's type that `asked`, None for the profile's, means to an executor. Raises `SettingError`."""
     allowed: tuple[KvDtype, ...] = ("f32", "f16", "int8") if executor == "cpu" else ("f32", "f16")
     if asked is None:
         # The nearest that the executor has: our kernels gain nothing from f32, ONNX Runtime has no int8.
@@ -176,14 +195,33 @@ def eos_token_ids(
     return frozenset(ids)
 
 
-def _open_cpu(
-    model: Runnable, threads: int, plan: MemoryPlan, max_batch_tokens: int, cache: bool
-) -> Executor:
+def _plan(run: RunSettings, max_sequences: int, path: str | Path, asked_kv: str | None) -> MemoryPlan:
+    """What is given up to keep to a budget is one line in the log; a warning where answers change by it."""
+    if run.executor != "cpu" or run.budget is None:
+        return fit_sequences(run, max_sequences)
+    other: tuple[KvDtype, ...] = ("int8",) if asked_kv is None and run.kv != "int8" else ()
+    plan = plan_within(run, run.budget, max_sequences=max_sequences, kv_dtypes=other)
+    plan = share_pages(plan, run, max_sequences)
+    if plan.concessions:
+        level = logging.INFO if plan.kv_dtype == run.kv else logging.WARNING
+        log.log(level, "%s: within %s: %s", path, format_bytes(run.budget), "; ".join(plan.concessions))
+    return plan
+
+
+def _shares_pages(plan: MemoryPlan, executor: ExecutorKind) -> bool:
+    """Whether running sequences may find no pages."""
+    return executor == "cpu" and plan.num_pages * plan.page_size < plan.sequences * plan.context
+
+
+def _open_cpu(model: Runnable, threads: int, plan: MemoryPlan, cache: bool, scratch: Path) -> Executor:
     from .runtime.cpu_executor import CpuExecutor
 
     choose_isa()  # a NYBBLE_ISA that is not there is refused before anything is packed
-    executor = CpuExecutor.from_packed(model.packed(cache), threads=threads, max_position=plan.context)
-    executor.reserve(max_batch_tokens, plan.sequences)
+    source = model.packed(cache, plan.residency, scratch)
+    executor = CpuExecutor.from_packed(
+        source, threads=threads, max_position=plan.context, residency=plan.residency
+    )
+    executor.reserve(plan.token_budget, plan.sequences)
     return executor
 
 

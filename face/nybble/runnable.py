@@ -1,7 +1,7 @@
 """What can be run: an artifact folder, or a GGUF file at its own bits."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,9 +13,10 @@ from .models.spec import ModelSpec
 from .quant.recipe import Recipe
 
 if TYPE_CHECKING:
-    from .devices import ExecutorKind
+    from .devices import ExecutorKind, ResidencyPlan
     from .devices.memory_plan import Half
     from .export.manifest import Format
+    from .export.weights import LogicalWeights
     from .models.gguf_source import GgufSource
     from .runtime.packed_weights import PackedSource
 
@@ -48,8 +49,8 @@ class Runnable(Protocol):
         ...
 
     @property
-    def linear_bytes(self) -> int | None:
-        """Bytes of the linear layers' tiles; None where they follow from the recipe."""
+    def linear_bytes(self) -> tuple[int, ...] | None:
+        """Bytes of each linear layer's tiles, in order; None where they follow from the recipe."""
         ...
 
     @property
@@ -57,9 +58,10 @@ class Runnable(Protocol):
         """Tells it from any other, hexadecimal."""
         ...
 
-    def packed(self, cache: bool) -> "PackedSource":
+    def packed(self, cache: bool, residency: "ResidencyPlan", scratch: Path) -> "PackedSource":
         """The weights for `CpuExecutor`; with `cache` from a file of packed weights, which is made if need
-        be."""
+        be. What `residency` streams comes from a file in any case, if need be a temporary one in the folder
+        `scratch`."""
         ...
 
     def close(self) -> None: ...
@@ -107,14 +109,10 @@ class RunnableArtifact:
     def tokenizer_files(self) -> Mapping[str, bytes]:
         return self.artifact.tokenizer_files
 
-    def packed(self, cache: bool) -> "PackedSource":
-        from .runtime.packed_cache import load_packed
-        from .runtime.packed_weights import FreshlyPacked
-
+    def packed(self, cache: bool, residency: "ResidencyPlan", scratch: Path) -> "PackedSource":
         weights = partial(self.artifact.weights, self.half)
-        if not cache:
-            return FreshlyPacked(weights())
-        return load_packed(self.artifact.folder, self.digest, self.spec, weights)
+        folder = self.artifact.folder
+        return _packed(folder, self.digest, self.spec, weights, cache, residency, scratch)
 
     def close(self) -> None:
         pass
@@ -138,11 +136,11 @@ class RunnableGguf:
         return self._source.quick_digest
 
     @property
-    def linear_bytes(self) -> int:
+    def linear_bytes(self) -> tuple[int, ...]:
         from .export.gguf_weights import kept_type
         from .runtime.packed_weights import ggml_tiles_bytes
 
-        return sum(
+        return tuple(
             ggml_tiles_bytes(
                 linear.out_features, linear.in_features, kept_type(self._source.type_of(linear.name))
             )
@@ -150,15 +148,29 @@ class RunnableGguf:
             for linear in self.spec.linears(layer)
         )
 
-    def packed(self, cache: bool) -> "PackedSource":
+    def packed(self, cache: bool, residency: "ResidencyPlan", scratch: Path) -> "PackedSource":
         from .export.gguf_weights import GgufWeights
-        from .runtime.packed_cache import load_packed
-        from .runtime.packed_weights import FreshlyPacked
 
         weights = partial(GgufWeights, self._source)
-        if not cache:
-            return FreshlyPacked(weights())
-        return load_packed(None, self.digest, self.spec, weights)
+        return _packed(None, self.digest, self.spec, weights, cache, residency, scratch)
 
     def close(self) -> None:
         self._source.close()
+
+
+def _packed(
+    folder: Path | None,
+    digest: str,
+    spec: ModelSpec,
+    weights: "Callable[[], LogicalWeights]",
+    cache: bool,
+    residency: "ResidencyPlan",
+    scratch: Path,
+) -> "PackedSource":
+    from .runtime.packed_cache import load_packed, pack_into_temporary
+    from .runtime.packed_weights import FreshlyPacked
+
+    source = load_packed(folder, digest, spec, weights, residency) if cache else FreshlyPacked(weights())
+    if residency.streams and isinstance(source, FreshlyPacked):
+        return pack_into_temporary(scratch, source, digest, residency)
+    return source

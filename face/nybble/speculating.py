@@ -72,7 +72,13 @@ class Draft:
         return self._plan.total - self._plan.runtime
 
     def open(
-        self, target: Executor, tokenizer: Tokenizer, sequences: int, threads: int, cache: bool
+        self,
+        target: Executor,
+        tokenizer: Tokenizer,
+        sequences: int,
+        threads: int,
+        cache: bool,
+        scratch: Path,
     ) -> Speculator:
         """For a target that runs so many `sequences` at once. Raises `SettingError` unless its tokens are the
         target's."""
@@ -83,7 +89,9 @@ class Draft:
                 f"speculation: draft model {self._path} has other tokens than the model; expected the same"
             )
         executor = CpuExecutor.from_packed(
-            self._model.packed(cache), threads=threads, max_position=self._plan.context
+            self._model.packed(cache, self._plan.residency, scratch),
+            threads=threads,
+            max_position=self._plan.context,
         )
         try:
             executor.reserve(DRAFT_TOKENS, DRAFT_SEQUENCES)

@@ -1,12 +1,11 @@
 #include "decoder.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "float_control.h"
-#include "half.h"
 #include "linear_jobs.h"
 #include "rotary.h"
+#include "tile_rows.h"
 
 namespace nybble {
 namespace {
@@ -24,8 +23,8 @@ std::vector<SharedWork> work_of_phases(int phases, int threads) {
     return work;
 }
 
-// Once for all steps: comparing permutations takes longer than a phase.
-DecoderWeights with_input_slots(DecoderWeights weights) {
+// Input slots once for all steps: comparing permutations takes longer than a phase.
+DecoderWeights completed(DecoderWeights weights) {
     constexpr LinearIndex kFirstOfPhase[] = {kQ, kQ, kQ, kO, kGate, kGate, kDown};
     for (LayerWeights& layer : weights.layers) {
         for (int i = 0; i < kLinearCount; ++i) {
@@ -34,39 +33,23 @@ DecoderWeights with_input_slots(DecoderWeights weights) {
             layer.input_slots[i] = j - kFirstOfPhase[i];
         }
     }
+    if (!weights.streamed_head) weights.head_pieces = {{weights.head, 0, 0}};
     return weights;
-}
-
-// A row of a packed linear layer in float32: what the integers stand for.
-void dequantize_row(const PackedLinear& w, int row, float* out) {
-    const int lane = row % kTileRows;
-    const uint8_t* tile = w.tiles + static_cast<size_t>(row / kTileRows) * w.tile_bytes();
-    for (int s = 0; s < w.slices(); ++s) {
-        const int group = s / w.slices_per_group, inside = s - group * w.slices_per_group;
-        const uint8_t* header =
-            tile + static_cast<size_t>(group) *
-                       (w.header_bytes() + static_cast<size_t>(w.slices_per_group) * w.slice_bytes());
-        uint16_t half;
-        std::memcpy(&half, header + 2 * lane, 2);
-        const float scale = half_to_float(half);
-        const uint8_t* bytes =
-            header + w.header_bytes() + static_cast<size_t>(inside) * w.slice_bytes() + 4 * lane;
-        for (int k = 0; k < kSlice; ++k) {
-            out[s * kSlice + k] = static_cast<float>(bytes[k / 4 * 64 + k % 4] - 128) * scale;
-        }
-    }
 }
 
 }  // namespace
 
-Decoder::Decoder(DecoderConfig config, DecoderWeights weights, int threads, const Kernels& kernels)
+Decoder::Decoder(DecoderConfig config, DecoderWeights weights, int threads, const Kernels& kernels,
+                 std::unique_ptr<WeightStream> stream)
     : config_(std::move(config)),
-      weights_(with_input_slots(std::move(weights))),
+      weights_(completed(std::move(weights))),
+      stream_(std::move(stream)),
       kernels_(kernels),
       pool_(threads),
       plan_(config_, threads),
       buffers_(config_, plan_, threads, scratch_of_thread(config_, kernels)),
-      work_(work_of_phases(config_.num_layers * kPhasesPerLayer + 1, threads)) {
+      work_(work_of_phases(
+          config_.num_layers * kPhasesPerLayer + static_cast<int>(weights_.head_pieces.size()), threads)) {
     reserve(1, 1, 1);
 }
 
@@ -94,22 +77,26 @@ void Decoder::step(const StepInput& input, float* logits) {
     for (SharedWork& work : work_) work.reset();
     best_tokens_.resize(input.rows);
     plan_.make(input);
+    if (input.tokens == 0) return;
+    if (stream_ != nullptr) stream_->begin_step(input.rows > 0);
     pool_.run([](void* self, int thread) { static_cast<Decoder*>(self)->run(thread); }, this);
+    if (stream_ != nullptr) stream_->end_step();
 }
 
 void Decoder::run(int thread) {
     const FloatControl control;
     StepBuffers& b = buffers_;
-    if (input_->tokens == 0) return;
-    each_token(thread, input_->tokens, [&](int t) { embed(t); });
+    if (!embed(thread)) return;
     for (int layer = 0; layer < config_.num_layers; ++layer) {
-        const LayerWeights& w = weights_.layers[layer];
+        LayerWeights& w = weights_.layers[layer];
         SharedWork* work = work_.data() + static_cast<size_t>(layer) * kPhasesPerLayer;
         each_token(thread, input_->tokens, [&](int t) {
             if (layer > 0) add_residual(t, weights_.layers[layer - 1].biases[kDown]);
             quantize_input(thread, t, w, kQ, 3, normalized(thread, t, w.input_norm));
         });
+        if (w.streamed && thread == 0) fetch_layer(w);
         pool_.barrier();
+        if (w.linears[kQ].tiles == nullptr) return;
         linears(thread, w, kQ, 3, b.projected.floats(), b.qkv, work[0]);
         pool_.barrier();
         rotate_and_store(thread, layer);
@@ -135,18 +122,47 @@ void Decoder::run(int thread) {
         pool_.barrier();
         linears(thread, w, kDown, 1, b.projected.floats(), b.hidden, work[4]);
         pool_.barrier();
+        if (w.streamed && thread == 0) stream_->release();
     }
     each_token(thread, input_->tokens, [&](int t) { add_residual(t, weights_.layers.back().biases[kDown]); });
     if (input_->rows == 0) return;
     pool_.barrier();
-    head(thread, work_.back());
+    head(thread);
 }
 
-void Decoder::embed(int t) {
+// False where rows of the embedding could not be read.
+bool Decoder::embed(int thread) {
+    StepBuffers& b = buffers_;
+    const PackedLinear& embedding = weights_.embedding;
+    const auto residual = [&](int t) { return b.residual.floats() + static_cast<size_t>(t) * b.hidden; };
+    if (!weights_.streamed_head) {
+        each_token(thread, input_->tokens, [&](int t) {
+            const int id = input_->token_ids[t];
+            const uint8_t* tile = embedding.tiles + embedding.tile_bytes() * (id / kTileRows);
+            dequantize_tile_row(embedding, tile, id % kTileRows, residual(t));
+            begin_token(t, residual(t));
+        });
+        return true;
+    }
+    const size_t row_size = row_bytes(embedding);
+    for (int first = 0; first < input_->tokens; first += WeightStream::kRowsAtOnce) {
+        const int count = std::min(WeightStream::kRowsAtOnce, input_->tokens - first);
+        if (thread == 0) rows_ = stream_->rows(input_->token_ids + first, count);
+        pool_.barrier();
+        if (rows_ == nullptr) return false;
+        for (int i = thread; i < count; i += pool_.size()) {
+            dequantize_row(embedding, rows_ + row_size * i, residual(first + i));
+            begin_token(first + i, residual(first + i));
+        }
+        pool_.barrier();
+    }
+    return true;
+}
+
+// What a token begins with, once its row of the embedding is there: its scale and its rotary angles.
+void Decoder::begin_token(int t, float* row) {
     StepBuffers& b = buffers_;
     const size_t half = config_.inv_freq.size();
-    float* row = b.residual.floats() + static_cast<size_t>(t) * b.hidden;
-    dequantize_row(weights_.embedding, input_->token_ids[t], row);
     // What pads the last slice stands for no weight, and norms read whole lanes.
     std::fill(row + config_.hidden_size, row + b.hidden, 0.0f);
     if (config_.embedding_scale != 1.0f) kernels_.scale(row, config_.embedding_scale, b.hidden);
@@ -229,7 +245,7 @@ void Decoder::add_residual(int t, const std::vector<float>& bias) {
     kernels_.add(b.residual.floats() + static_cast<size_t>(t) * b.hidden, y, n);
 }
 
-void Decoder::head(int thread, SharedWork& work) {
+void Decoder::head(int thread) {
     StepBuffers& b = buffers_;
     const Activations input{b.head_activations.data(), input_->rows, slices_of(config_.hidden_size)};
     each_token(thread, input_->rows, [&](int r) {
@@ -238,15 +254,37 @@ void Decoder::head(int thread, SharedWork& work) {
                           weights_.final_norm.data(), config_.norm_eps, config_.hidden_size, row);
         kernels_.quantize(row, r, input);
     });
+    std::vector<HeadPiece>& pieces = weights_.head_pieces;
+    const bool fetches = weights_.streamed_head && thread == 0;
+    if (fetches) fetch_head_piece(pieces[0]);
     pool_.barrier();
-    const LinearJob job{&weights_.head, input, logits_, static_cast<size_t>(logit_stride())};
-    run_linear_jobs(kernels_, &job, 1, thread, work, b.scratch(thread));
-    pool_.barrier();
+    SharedWork* work = work_.data() + static_cast<size_t>(config_.num_layers) * kPhasesPerLayer;
+    for (size_t i = 0; i < pieces.size(); ++i) {
+        if (pieces[i].linear.tiles == nullptr) return;
+        const LinearJob job{&pieces[i].linear, input, logits_ + pieces[i].first_row,
+                            static_cast<size_t>(logit_stride())};
+        run_linear_jobs(kernels_, &job, 1, thread, work[i], b.scratch(thread));
+        if (fetches && i + 1 < pieces.size()) fetch_head_piece(pieces[i + 1]);
+        pool_.barrier();
+        if (fetches) stream_->release();
+    }
     for (int r = thread; r < input_->rows; r += pool_.size()) {
         float* logits = logits_ + static_cast<size_t>(r) * logit_stride();
         if (config_.logit_softcap > 0) kernels_.softcap(logits, config_.logit_softcap, logit_stride());
         best_tokens_[r] = kernels_.best_logit(logits, config_.vocab_size);
     }
+}
+
+void Decoder::fetch_layer(LayerWeights& layer) {
+    const uint8_t* bytes = stream_->acquire();
+    for (int i = 0; i < kLinearCount; ++i) {
+        layer.linears[i].tiles = bytes == nullptr ? nullptr : bytes + layer.places[i];
+    }
+}
+
+void Decoder::fetch_head_piece(HeadPiece& piece) {
+    const uint8_t* bytes = stream_->acquire();
+    piece.linear.tiles = bytes == nullptr ? nullptr : bytes + piece.place;
 }
 
 }  // namespace nybble

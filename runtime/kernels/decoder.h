@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "aligned_buffer.h"
@@ -13,18 +14,22 @@
 #include "step_input.h"
 #include "step_plan.h"
 #include "thread_pool.h"
+#include "weight_stream.h"
 
 namespace nybble {
 
 class Decoder {
   public:
-    Decoder(DecoderConfig config, DecoderWeights weights, int threads, const Kernels& kernels);
+    // `stream` reads what of the weights is streamed.
+    Decoder(DecoderConfig config, DecoderWeights weights, int threads, const Kernels& kernels,
+            std::unique_ptr<WeightStream> stream = nullptr);
 
     void allocate_kv(int num_blocks, KvType type);
     // Buffers for steps of up to `tokens` tokens, `sequences` sequences and `rows` logit rows; grows only.
     void reserve(int tokens, int sequences, int rows);
 
-    // Writes logits [rows][logit_stride()]; allocates nothing when the sizes were reserved.
+    // Writes logits [rows][logit_stride()]; allocates nothing when the sizes were reserved. Throws
+    // StreamError where streamed weights could not be read: the step's pages and logits then hold anything.
     void step(const StepInput& input, float* logits);
     // Of each row of the last step the first of the highest logits.
     const std::vector<int32_t>& best_tokens() const { return best_tokens_; }
@@ -42,7 +47,8 @@ class Decoder {
   private:
     // The step as one thread sees it: phases with barriers between them.
     void run(int thread);
-    void embed(int t);
+    bool embed(int thread);
+    void begin_token(int t, float* row);
     const float* normalized(int thread, int t, const std::vector<float>& weight);
     void quantize_input(int thread, int t, const LayerWeights& layer, LinearIndex first, int count,
                         const float* row);
@@ -53,14 +59,19 @@ class Decoder {
     void merge_attention(int t, int group);
     const float* gated(int thread, int t, const LayerWeights& layer);
     void add_residual(int t, const std::vector<float>& bias);
-    void head(int thread, SharedWork& work);
+    void head(int thread);
+    // Of thread 0, before a barrier: streamed weights are there for all threads after it.
+    void fetch_layer(LayerWeights& layer);
+    void fetch_head_piece(HeadPiece& piece);
 
     // Calls function(t) for this thread's share of [0, count).
     template <typename Function>
     void each_token(int thread, int count, Function function);
 
     const DecoderConfig config_;
-    const DecoderWeights weights_;
+    DecoderWeights weights_;  // of which the places of streamed tiles change
+    const std::unique_ptr<WeightStream> stream_;
+    const uint8_t* rows_ = nullptr;  // of the embedding, where it is read by row
     const Kernels& kernels_;
     ThreadPool pool_;
 
@@ -70,7 +81,7 @@ class Decoder {
 
     StepPlan plan_;
     StepBuffers buffers_;
-    std::vector<SharedWork> work_;  // one a phase that deals work, the head's last
+    std::vector<SharedWork> work_;  // one a phase that deals work, the head's pieces last
     const StepInput* input_ = nullptr;
     float* logits_ = nullptr;
     std::vector<int32_t> best_tokens_;  // [rows]

@@ -7,12 +7,15 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <system_error>
 
 #include "arguments.h"
 #include "decoder.h"
+#include "direct_file.h"
+#include "stream_layout.h"
 #include "written_pages.h"
 
 namespace nb = nanobind;
@@ -114,7 +117,62 @@ class Builder {
         keep_.push_back(nb::cast(head));
     }
 
+    // A layer whose tiles are read in every step: its section of the file, and where its tiles are in the
+    // file. In ascending order, when its linear layers have been set.
+    void stream_layer(int layer, int64_t offset, int64_t bytes, const std::vector<int64_t>& tiles) {
+        const int first = places_.layers.empty() ? 0 : places_.layers.back().layer + 1;
+        check_range("layer", &layer, 1, first, c_.num_layers);
+        check_size("tiles", tiles.size(), kLinearCount);
+        constexpr int64_t kUnit = kDirectAlignment;
+        if (offset < 0 || bytes < kUnit || bytes > kMostBytes || offset > kMostBytes || offset % kUnit ||
+            bytes % kUnit) {
+            fail("section", "is not made of whole units of the file");
+        }
+        StreamPlaces::Layer place{layer, offset, static_cast<size_t>(bytes), {}};
+        for (int i = 0; i < kLinearCount; ++i) {
+            const int64_t begin = tiles[i] - offset;
+            const int64_t size = static_cast<int64_t>(w_.layers[layer].linears[i].bytes());
+            if (size == 0) fail("layer " + std::to_string(layer), "lacks a linear layer");
+            if (begin < 0 || begin > bytes - size) fail("tiles", "are out of their section");
+            place.tiles[i] = tiles[i];
+        }
+        places_.layers.push_back(place);
+    }
+
+    // Embedding and head, where their tiles are in the file. When they have been set.
+    void stream_head(int64_t embedding_tiles, int64_t head_tiles) {
+        if (w_.head.rows == 0) fail("head", "has not been set");
+        for (int64_t offset : {embedding_tiles, head_tiles}) {
+            if (offset < 0 || offset > kMostBytes) fail("tiles", "are out of the file");
+        }
+        places_.head = true;
+        places_.embedding_tiles = embedding_tiles;
+        places_.head_tiles = head_tiles;
+    }
+
     const DecoderConfig& config() const { return c_; }
+
+    // Makes the stream of what is streamed, after which `take` gives weights that go with it.
+    std::unique_ptr<WeightStream> open_stream(int descriptor, const std::string& file, int buffers,
+                                              int64_t buffer_bytes, double timeout) {
+        if (buffers < 2 || buffers > 1024) fail("buffers", "is out of range");
+        if (!(timeout > 0 && timeout < 1e6)) fail("timeout", "is out of range");
+        int64_t least = places_.head ? static_cast<int64_t>(smallest_buffer(w_.head)) : 1;
+        for (const StreamPlaces::Layer& layer : places_.layers) {
+            least = std::max(least, static_cast<int64_t>(layer.bytes));
+        }
+        if (buffer_bytes < least || buffer_bytes > kMostBytes) {
+            fail("buffer_bytes",
+                 "is " + std::to_string(buffer_bytes) + "; expected at least " + std::to_string(least));
+        }
+        StreamSettings settings =
+            stream_weights(w_, places_, buffers, static_cast<size_t>(buffer_bytes), timeout);
+        try {
+            return std::make_unique<WeightStream>(descriptor, file, std::move(settings));
+        } catch (const std::system_error& error) {
+            fail("file", error.what());
+        }
+    }
 
     DecoderWeights take(std::vector<nb::object>& keep) {
         for (size_t i = 0; i < set_.size(); ++i) {
@@ -129,24 +187,47 @@ class Builder {
     }
 
   private:
+    static constexpr int64_t kMostBytes = int64_t{1} << 50;  // so that sums of them do not overflow
+
     DecoderConfig c_;
     DecoderWeights w_;
+    StreamPlaces places_;
     std::vector<bool> set_;
     std::vector<nb::object> keep_;
 };
 
+// The file that streamed weights are read from, and how.
+struct StreamFile {
+    int descriptor;
+    std::string file;
+    int buffers;
+    int64_t buffer_bytes;
+    double timeout;  // seconds
+};
+
 class PyDecoder {
   public:
-    PyDecoder(Builder& builder, int threads, const std::string& isa) {
+    PyDecoder(Builder& builder, int threads, const std::string& isa, const StreamFile* stream) {
         if (threads < 1 || threads > 1024)
             fail("threads", "is " + std::to_string(threads) + "; expected 1 to 1024");
+        std::unique_ptr<WeightStream> opened;
+        if (stream != nullptr) {
+            opened = builder.open_stream(stream->descriptor, stream->file, stream->buffers,
+                                         stream->buffer_bytes, stream->timeout);
+        }
         DecoderWeights weights = builder.take(keep_);
         const Kernels& kernels = select_kernels(isa);
         try {
-            decoder_ = std::make_unique<Decoder>(builder.config(), std::move(weights), threads, kernels);
+            decoder_ = std::make_unique<Decoder>(builder.config(), std::move(weights), threads, kernels,
+                                                 std::move(opened));
         } catch (const std::system_error& error) {
             fail("threads", "is " + std::to_string(threads) + "; the system started fewer: " + error.what());
         }
+    }
+
+    ~PyDecoder() {
+        const nb::gil_scoped_release release;  // threads are waited for
+        decoder_.reset();
     }
 
     void allocate_kv(int num_blocks, int type) {
@@ -373,9 +454,15 @@ void bind_decoder(nb::module_& m) {
         .def("set_norms", &Builder::set_norms, "layer"_a, "input"_a.noconvert(), "post"_a.noconvert(),
              "q"_a.none(), "k"_a.none())
         .def("set_ends", &Builder::set_ends, "norm"_a.noconvert(), "embedding"_a.noconvert(),
-             "embedding_slices"_a, "head"_a.noconvert(), "head_slices"_a);
+             "embedding_slices"_a, "head"_a.noconvert(), "head_slices"_a)
+        .def("stream_layer", &Builder::stream_layer, "layer"_a, "offset"_a, "bytes"_a, "tiles"_a)
+        .def("stream_head", &Builder::stream_head, "embedding_tiles"_a, "head_tiles"_a);
+    nb::class_<StreamFile>(m, "StreamFile")
+        .def(nb::init<int, std::string, int, int64_t, double>(), "descriptor"_a, "file"_a, "buffers"_a,
+             "buffer_bytes"_a, "timeout"_a);
     nb::class_<PyDecoder>(m, "Decoder")
-        .def(nb::init<Builder&, int, const std::string&>(), "builder"_a, "threads"_a, "isa"_a)
+        .def(nb::init<Builder&, int, const std::string&, const StreamFile*>(), "builder"_a, "threads"_a,
+             "isa"_a, "stream"_a.none() = nb::none())
         .def("allocate_kv", &PyDecoder::allocate_kv, "num_blocks"_a, "kv_type"_a)
         .def("reserve", &PyDecoder::reserve, "tokens"_a, "sequences"_a, "rows"_a)
         .def("step", &PyDecoder::step, "token_ids"_a.noconvert(), "cu_seqlens"_a.noconvert(),

@@ -42,6 +42,16 @@ struct LayerWeights {
     // Which of their phase's quantized inputs they read: the earliest of an equal permutation, counted from
     // the phase's first. The decoder fills them.
     int input_slots[kLinearCount] = {};
+    // A streamed layer's tiles are where it was read to, at these places in it; null where it was not.
+    bool streamed = false;
+    size_t places[kLinearCount] = {};
+};
+
+// Rows of the head that are there together: all of it, or a part of a streamed one.
+struct HeadPiece {
+    PackedLinear linear;
+    int first_row;
+    size_t place;  // of a streamed one's tiles in what is read
 };
 
 struct DecoderWeights {
@@ -49,6 +59,9 @@ struct DecoderWeights {
     PackedLinear embedding;  // symmetric, 8 bits
     PackedLinear head;       // the embedding again when tied
     std::vector<float> final_norm;
+    // With a streamed head the embedding has no tiles either: its rows are read.
+    bool streamed_head = false;
+    std::vector<HeadPiece> head_pieces;  // the decoder makes the one of a resident head
 };
 
 }  // namespace nybble

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planned import INT4, LAPTOP, SMOLLM2
 
 from nybble.devices import (
     RunSettings,
@@ -16,25 +17,7 @@ from nybble.devices import (
     weight_bytes,
 )
 from nybble.errors import DoesNotFitError, SettingError
-from nybble.models.spec import ModelSpec, RopeSpec
 from nybble.quant.recipe import Recipe
-
-SMOLLM2 = ModelSpec(
-    model_type="llama",
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    max_position=8192,
-    norm_eps=1e-5,
-    rope=RopeSpec(theta=100000.0, rotary_dim=64),
-    tied_embeddings=True,
-)
-LAPTOP = load_profile("laptop-cpu")
-INT4 = Recipe(bits=4, group_size=64)
 
 
 def test_weights_of_an_unquantized_model_are_its_parameters():
@@ -144,7 +127,7 @@ def test_a_budget_too_small_is_refused_with_the_numbers_and_what_would_fit():
         "interpreter",
     ):
         assert part in message
-    found = re.search(r"a context of (\d+) tokens would fit", message)
+    found = re.search(r"what would fit: a context of (\d+) tokens \(", message)
     assert found
     longest = int(found[1])
     assert check_fit(RunSettings(SMOLLM2, INT4, LAPTOP, context=longest, budget=600_000_000)).fits
@@ -152,7 +135,7 @@ def test_a_budget_too_small_is_refused_with_the_numbers_and_what_would_fit():
 
 
 def test_fewer_sequences_are_named_where_they_would_help():
-    with pytest.raises(DoesNotFitError, match="a context of 512 tokens, one sequence at a time would fit"):
+    with pytest.raises(DoesNotFitError, match=r"what would fit: one sequence at a time \(4\d\d MB\)"):
         check_fit(RunSettings(SMOLLM2, INT4, LAPTOP, context=512, sequences=500, budget=420_000_000))
 
 

@@ -16,6 +16,8 @@ memory_kind = "host"
 memory_budget = 0.5
 threads = 4
 bandwidth = 17.1
+integer_rate = 614
+disk_bandwidth = 0.1
 providers = ["CPUExecutionProvider"]
 page_size = 16
 kv_dtype = "f32"
@@ -34,6 +36,8 @@ def test_a_profile_in_full():
     assert profile.memory_bytes == 4 * 2**30
     assert profile.memory_budget == 2 * 2**30
     assert profile.bandwidth == pytest.approx(17.1e9)
+    assert profile.integer_rate == pytest.approx(614e9)
+    assert profile.disk_bandwidth == pytest.approx(0.1e9)
     assert profile.provider_list == [("CPUExecutionProvider", {})]
 
 
@@ -122,12 +126,23 @@ def test_no_value_gets_past_but_a_good_one(changes):
 
 def test_the_profiles_that_come_with_nybble():
     profiles = {p.name: p for p in list_profiles()}
-    assert set(profiles) == {"gpu-8gb", "jetson-orin-nano", "laptop-cpu", "raspberry-pi-5"}
+    assert set(profiles) == {
+        "arm-phone-6gb",
+        "gpu-8gb",
+        "h200",
+        "jetson-agx-orin",
+        "jetson-orin-nano",
+        "laptop-cpu",
+        "mini-pc-n100",
+        "raspberry-pi-5",
+        "raspberry-pi-5-4gb",
+        "raspberry-pi-zero-2w",
+    }
     for profile in profiles.values():
         assert profile == load_profile(profile.name)
         on_gpu = profile.providers[0].name == "CUDAExecutionProvider"
         assert profile.page_size == (256 if on_gpu else 16)
-        assert profile.kv_dtype == ("f16" if on_gpu else "f32")
+        assert profile.kv_dtype in (("f16",) if on_gpu else ("f32", "int8"))
         assert profile.providers[-1].name == "CPUExecutionProvider"
 
 
@@ -165,6 +180,6 @@ def test_a_folder_is_no_profile(tmp_path):
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
-        SettingError, match=r"'pi9' is unknown; expected one of auto, gpu-8gb, .*raspberry-pi-5"
+        SettingError, match=r"'pi9' is unknown; expected one of auto, arm-phone-6gb, .*raspberry-pi-5"
     ):
         resolve_device("pi9")

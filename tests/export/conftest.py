@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from nybble.models.open import open_source
 from nybble.models.source import ModelSource
+from nybble.quant import packing_rows
 from nybble.quant.model import QuantizedModel
 from nybble.quant.packing import QuantizedTensor, pack_rows
 from nybble.quant.recipe import Recipe
@@ -102,6 +103,12 @@ def rtn_model(make_tiny_model: Callable[..., Path]) -> Callable[..., QuantizedMo
 def quantize_source_with_rtn() -> Callable[[str | Path, Recipe], QuantizedModel]:
     """`quantize_source_with_rtn(src, recipe) -> QuantizedModel` for anything that `open_source` opens."""
     return quantize_with_rtn
+
+
+@pytest.fixture(params=[1, packing_rows.PIECE_ELEMENTS], ids=["16 rows at once", "all at once"])
+def piece_elements(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers give a matrix in as many pieces as can be, and in one."""
+    monkeypatch.setattr(packing_rows, "PIECE_ELEMENTS", request.param)
 
 
 @pytest.fixture

@@ -90,6 +90,7 @@ def test_shards_hold_the_same_tensors_and_the_index_finds_them(
 
 @pytest.mark.parametrize("checkpoint_format", ["gptq", "gptq_v2"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.usefixtures("piece_elements")
 def test_the_reader_gives_back_what_was_quantized(
     rtn_model: Callable[..., QuantizedModel], tmp_path: Path, recipe: dict, checkpoint_format: str
 ) -> None:

@@ -113,6 +113,7 @@ FORMS: dict[str, Callable[[], Weights]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("piece_elements")
 def test_what_is_written_is_read_back_exactly(form: str, tmp_path: Path) -> None:
     weights = FORMS[form]()
     graph, _ = write_onnx(weights, tmp_path / "onnx")

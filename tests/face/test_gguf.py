@@ -14,7 +14,7 @@ from decoders import Weights, mean_kl, paged_logits, some_ids, transformers_logi
 from gguf_models import write_gguf
 
 from nybble import LLM, SamplingParams
-from nybble.devices import RunSettings, load_profile, plan_memory
+from nybble.devices import ResidencyPlan, RunSettings, load_profile, plan_memory
 from nybble.errors import MissingDependencyError, ModelFormatError, SettingError
 from nybble.export import gguf_weights
 from nybble.export.gguf_weights import GgufWeights
@@ -158,7 +158,7 @@ def test_a_path_goes_before_an_alias(
     assert hidden_size("smollm2") == hidden_size(Path("./smollm2")) == 64
 
 
-def test_the_plan_counts_the_bytes_that_are_held(gguf: Path) -> None:
+def test_the_plan_counts_the_bytes_that_are_held(gguf: Path, tmp_path: Path) -> None:
     with closing(open_runnable(gguf, "auto", "cpu")) as model:
         run = RunSettings(
             model.spec,
@@ -168,7 +168,7 @@ def test_the_plan_counts_the_bytes_that_are_held(gguf: Path) -> None:
             executor="cpu",
             linear_bytes=model.linear_bytes,
         )
-        source = model.packed(cache=False)
+        source = model.packed(False, ResidencyPlan(model.spec.num_layers), tmp_path)
         held = sum(
             source.linear(name).tiles.nbytes if len(shape) == 2 else source.vector(name).nbytes
             for name, shape in model.spec.tensors().items()

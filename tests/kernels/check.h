@@ -99,6 +99,19 @@ struct RandomLinear {
 RandomLinear random_linear(Random& random, int rows, int columns, int bits, nybble::WeightKind kind,
                            int slices_per_group);
 
+// A file that is gone with it.
+class TemporaryFile {
+  public:
+    explicit TemporaryFile(const std::vector<uint8_t>& content);
+    ~TemporaryFile();
+    int descriptor() const { return descriptor_; }
+    void resize(size_t bytes) const;
+    void write(const std::vector<uint8_t>& content) const;
+
+  private:
+    int descriptor_;
+};
+
 // Heap allocations by any thread while one of these lives.
 class AllocationCount {
   public:
@@ -113,5 +126,6 @@ void test_linear(const nybble::Kernels& kernels, Results& results);
 void test_attention(const nybble::Kernels& kernels, Results& results);
 void test_decoder(const nybble::Kernels& kernels, Results& results);
 void test_sampler(const nybble::Kernels& kernels, Results& results);
+void test_stream(const nybble::Kernels& kernels, Results& results);
 
 }  // namespace kernel_test

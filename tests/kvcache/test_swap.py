@@ -1,14 +1,23 @@
-"""Preempted sequences' pages in host memory: they come back as they were, or not at all."""
+"""Preempted sequences' pages in host memory or a file: they come back as they were, or not at all."""
 
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from nybble.kvcache import KvCache, OutOfPagesError, SequenceBlocks, SwapSpace
+from nybble.kvcache import (
+    FileStore,
+    HostStore,
+    KvCache,
+    OutOfPagesError,
+    SequenceBlocks,
+    SwapSpace,
+    SwapStore,
+    swap,
+)
 
 SIZE, PAGE_BYTES = 2, (4, 8)
 
@@ -44,18 +53,29 @@ class Memory:
         )
 
 
-def make(num_blocks: int = 8, limit: int = 1 << 20) -> tuple[KvCache, SwapSpace, Memory]:
+def make(
+    num_blocks: int = 8, limit: int = 1 << 20, store: SwapStore | None = None
+) -> tuple[KvCache, SwapSpace, Memory]:
     cache = KvCache(num_blocks, SIZE, (None, 4))
-    return cache, SwapSpace(cache, limit, PAGE_BYTES), Memory(num_blocks)
+    return cache, SwapSpace(cache, limit, PAGE_BYTES, store), Memory(num_blocks)
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.fixture(autouse=True, params=["pages one by one", "all pages together"])
+def run_bytes(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap, "RUN_BYTES", 1 if request.param == "pages one by one" else 1 << 20)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5),
     order=st.randoms(use_true_random=False),
+    in_file=st.booleans(),
 )
-def test_pages_come_back_as_they_were(lengths: list[int], order: Any) -> None:
-    cache, space, memory = make()
+def test_pages_come_back_as_they_were(
+    lengths: list[int], order: Any, in_file: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    store = FileStore(tmp_path_factory.getbasetemp()) if in_file else HostStore()
+    cache, space, memory = make(store=store)
     tables = []
     for number, length in enumerate(lengths):
         blocks = cache.sequence()

@@ -1,6 +1,9 @@
 """The engine over a small real decoder: tokens do not depend on what else runs, pages always come back."""
 
+import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,7 @@ from nybble.errors import (
     RequestError,
     SettingError,
 )
-from nybble.kvcache import KvCache
+from nybble.kvcache import FileStore, KvCache
 from nybble.runtime.engine import Engine, build_batch
 from nybble.runtime.sampler import log_softmax, sample
 from nybble.runtime.sampling_params import ResolvedSampling, SamplingParams
@@ -748,12 +751,9 @@ class TestMemoryRunsOut:
         sequence = answer(make_engine(executor), PROMPT)
         assert str(sequence.error) == "no memory"
 
-    def test_swapped_pages_are_read_back_and_not_computed_again(
-        self, make_engine: Make, make_executor: Make
-    ) -> None:
-        executor = make_executor(10, 4, windows=(None, 5))
-        executor.swap_is_cheaper = lambda tokens: True
-        engine = make_engine(executor, max_model_len=40, eos_token_ids=[], share_prefixes=False)
+    def swap_all(self, make_engine: Make, executor: Any, **settings: Any) -> Any:
+        """Three requests for which there are too few pages; each gets its answer."""
+        engine = make_engine(executor, max_model_len=40, eos_token_ids=[], share_prefixes=False, **settings)
         prompts = [PROMPT[i:] + PROMPT[:i] for i in range(3)]
         sequences = [
             engine.add(Request(str(i), tuple(p), SamplingParams(max_tokens=25)))
@@ -763,8 +763,64 @@ class TestMemoryRunsOut:
         for sequence, prompt in zip(sequences, prompts, strict=True):
             assert list(sequence.output().token_ids) == reference_without_end(executor, prompt, 25)
         assert engine.statistics.preemptions
-        assert sum(len(batch.token_ids) for batch in executor.steps) == 3 * (9 + 24)
         assert engine._swapper.used == 0
+        return engine
+
+    def test_swapped_pages_are_read_back_and_not_computed_again(
+        self, make_engine: Make, make_executor: Make
+    ) -> None:
+        executor = make_executor(10, 4, windows=(None, 5))
+        executor.swap_is_cheaper = lambda tokens: True
+        self.swap_all(make_engine, executor)
+        assert sum(len(batch.token_ids) for batch in executor.steps) == 3 * (9 + 24)
+
+    def test_pages_wait_in_a_file_where_computing_them_takes_longer(
+        self, make_engine: Make, make_executor: Make, tmp_path: Path
+    ) -> None:
+        now = [0.0]
+        executor = make_executor(10, 4, windows=(None, 5))
+        whole = executor.step
+
+        def step(batch: Any) -> Any:
+            now[0] += len(batch.token_ids)  # a second a token
+            return whole(batch)
+
+        executor.step = step
+        engine = self.swap_all(
+            make_engine, executor, clock=lambda: now[0], swap_file=FileStore(tmp_path, clock=lambda: now[0])
+        )
+        assert engine._swapper.count == engine.statistics.preemptions
+        assert sum(len(batch.token_ids) for batch in executor.steps) == 3 * (9 + 24)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_pages_are_computed_again_where_that_is_faster_than_a_file(
+        self, make_engine: Make, make_executor: Make, tmp_path: Path
+    ) -> None:
+        class Slow(FileStore):
+            def seconds(self, nbytes: int) -> float:
+                return 1e9
+
+        engine = self.swap_all(make_engine, make_executor(10, 4), swap_file=Slow(tmp_path))
+        assert engine._swapper.count == 0
+
+    @pytest.mark.parametrize("call", ["pwrite", "preadv", "mkstemp"])
+    def test_a_failing_swap_file_fails_no_request(
+        self, make_engine: Make, make_executor: Make, tmp_path: Path, call: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        class Free(FileStore):
+            def seconds(self, nbytes: int) -> float:
+                return -1.0
+
+        failures = []
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            failures.append(call)
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(tempfile if call == "mkstemp" else os, call, fail)
+        self.swap_all(make_engine, make_executor(10, 4), swap_file=Free(tmp_path))
+        assert failures
 
 
 def test_a_request_past_its_deadline_fails_and_is_named_by_the_step(make_engine: Make) -> None:

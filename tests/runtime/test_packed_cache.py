@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 import struct
-import weakref
+import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,11 +23,13 @@ from numpy.typing import NDArray
 from nybble.errors import ModelFormatError
 from nybble.export import atomic_file
 from nybble.export.weights import LogicalTensor, LogicalWeights
-from nybble.quant.packing import QuantizedTensor, from_gptq, to_gptq
+from nybble.quant import packing_rows
+from nybble.quant.packing import QuantizedTensor, from_gptq, quantize_head, to_gptq
+from nybble.quant.packing_rows import MatrixRows
 from nybble.runtime.cpu_executor import CpuExecutor
-from nybble.runtime.packed_cache import build_packed, cache_files, check_packed, load_packed
-from nybble.runtime.packed_file import MappedWeights
-from nybble.runtime.packed_weights import FreshlyPacked, PackedLinear, PackedSource
+from nybble.runtime.packed_cache import cache_files, check_packed, load_packed
+from nybble.runtime.packed_file import MappedWeights, write_packed
+from nybble.runtime.packed_weights import FreshlyPacked, PackedSource
 
 DIGEST = "ab" * 32
 PREAMBLE = struct.Struct("=8sII32sQII")  # then its CRC-32
@@ -132,19 +134,44 @@ def test_arrays_stay_valid_when_the_file_and_its_source_are_gone(weights: Weight
     executor.close()
 
 
-def test_writing_holds_one_packed_matrix_at_a_time(weights: Weights, tmp_path: Path) -> None:
-    class Watched(FreshlyPacked):
-        def linear(self, name: str) -> PackedLinear:
-            held.append(sum(tiles() is not None for tiles in packed))
-            result = super().linear(name)
-            packed.append(weakref.ref(result.tiles))
-            return result
+def test_writing_holds_some_rows_of_a_matrix_and_never_all(weights: Weights, tmp_path: Path) -> None:
+    """An embedding of 26 MB that is quantized as it is read."""
 
-    packed: list[weakref.ref[Any]] = []
-    held: list[int] = []
-    build_packed(tmp_path / "cache/packed.bin", Watched(weights), DIGEST)
-    assert len(held) == 16  # embedding, head, and seven in each of two layers
-    assert max(held) <= 1
+    class Large(Weights):
+        def matrix(self, name: str) -> MatrixRows | None:
+            if name != self.spec.embedding_name:
+                return super().matrix(name)
+            return MatrixRows.of_head((self.spec.vocab_size, self.spec.hidden_size), some_rows)
+
+    def some_rows(begin: int, end: int) -> QuantizedTensor:
+        return quantize_head(np.ones((end - begin, weights.spec.hidden_size), np.float32))
+
+    spec = replace(weights.spec, vocab_size=400_000, tied_embeddings=True)
+    file = tmp_path / "packed.bin"
+    with file.open("wb") as output:
+        tracemalloc.start()
+        write_packed(output, FreshlyPacked(Large(spec, weights.tensors)), DIGEST)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert file.stat().st_size > 25_000_000
+    assert peak < 14_000_000
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_file_is_the_same_however_few_rows_are_packed_at_once(
+    case: str, make_tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, overrides, packing = CASES[case]
+    weights = quantized(load(make_tiny_model(family, **overrides)), *packing)
+    for source in (weights, OtherHalf(weights)):
+        files = []
+        for elements in (1, 5000, 1 << 30):
+            monkeypatch.setattr(packing_rows, "PIECE_ELEMENTS", elements)
+            file = tmp_path / "packed.bin"
+            with file.open("wb") as output:
+                write_packed(output, FreshlyPacked(source), DIGEST)
+            files.append(file.read_bytes())
+        assert files[0] == files[1] == files[2]
 
 
 def test_tensors_are_aligned_and_read_only(weights: Weights, tmp_path: Path) -> None:
@@ -160,6 +187,10 @@ class OtherHalf:
 
     def __init__(self, weights: Weights) -> None:
         self.spec, self._weights = weights.spec, weights
+
+    def matrix(self, name: str) -> MatrixRows | None:
+        tensor = self.tensor(name)
+        return MatrixRows.of(tensor) if isinstance(tensor, QuantizedTensor) else None
 
     def tensor(self, name: str) -> LogicalTensor:
         tensor = self._weights.tensor(name)

@@ -25,6 +25,7 @@ from nybble.errors import UnsupportedModelError
 from nybble.models.spec import ModelSpec
 from nybble.quant.packing import QuantizedTensor, pack_rows, quantize_head, unpack_rows
 from nybble.quant.packing_nf4 import NF4_CODE_BOOK, Nf4Tensor, from_nf4
+from nybble.quant.packing_rows import MatrixRows
 from nybble.runtime.cpu_executor import CpuExecutor
 from nybble.runtime.packed_cache import build_packed, open_packed
 from nybble.runtime.packed_file import MappedWeights
@@ -34,6 +35,7 @@ from nybble.runtime.packed_weights import (
     SYMMETRIC,
     ZERO_POINT,
     PackedLinear,
+    Packing,
     pack,
     tiles_bytes,
 )
@@ -185,7 +187,8 @@ def test_minima_have_4_bits() -> None:
 
 
 class Mixed:
-    """`PackedSource` of a model whose linear layers have minima or NF4; embedding and head have 8 bits."""
+    """`PackedSource` and `PackingSource` of a model whose linear layers have minima or NF4; embedding
+    and head have 8 bits."""
 
     def __init__(self, weights: Weights) -> None:
         self.spec: ModelSpec = weights.spec
@@ -199,9 +202,12 @@ class Mixed:
                 self.tensors[name] = makers[len(self.tensors) % 2](values) if values.ndim == 2 else values
 
     def linear(self, name: str) -> PackedLinear:
+        return self.packing(name).packed()
+
+    def packing(self, name: str) -> Packing:
         tensor = self.tensors[name]
         assert not isinstance(tensor, np.ndarray)
-        return pack(tensor)
+        return Packing(MatrixRows.of(tensor))
 
     def vector(self, name: str) -> NDArray[np.float32]:
         tensor = self.tensors[name]

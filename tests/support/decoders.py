@@ -13,6 +13,7 @@ from nybble.export.weights import LogicalTensor
 from nybble.models.open import open_source
 from nybble.models.spec import ModelSpec, RopeSpec
 from nybble.quant.packing import QuantizedTensor, quantize_head
+from nybble.quant.packing_rows import MatrixRows
 from nybble.quant.recipe import Recipe
 from nybble.quant.rtn import quantize_rtn
 from nybble.runtime.batch import Batch
@@ -28,6 +29,10 @@ class Weights:
 
     def tensor(self, name: str) -> LogicalTensor:
         return self.tensors[name]
+
+    def matrix(self, name: str) -> MatrixRows | None:
+        tensor = self.tensor(name)
+        return MatrixRows.of(tensor) if isinstance(tensor, QuantizedTensor) else None
 
 
 def load(path: Path | str) -> Weights:

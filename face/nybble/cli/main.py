@@ -20,6 +20,7 @@ COMMANDS = {
     "bench": "Measure a model's speed and its share of what this machine can do.",
     "tune": "Find the settings that suit a model on this machine, and keep them.",
     "verify": "Check an artifact: checksums, integers of both halves, logits.",
+    "plan": "Show what a model would need on a device, and how fast it would be.",
     "devices": "Show this machine and the device profiles.",
 }
 

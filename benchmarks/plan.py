@@ -1,0 +1,161 @@
+"""Plans beside what was measured: peak memory, and seconds of steps, each run in a process of its own.
+
+    python benchmarks/plan.py --artifact ARTIFACT [--only memory|speed] [--model NAME ...]
+
+SmolLM2 as ARTIFACT and as its GGUF file, and models of four shapes with seeded random weights, up to 1.5
+billion of them, over contexts, sequences and cache types. A plan should be within 5 % or 15 MB of the peak,
+whichever is more, and never under it by more; a decode step within 20 % of what is predicted for it from what
+this machine is measured to do in the same process.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from machine import busy_between, machine
+from seeded_models import write_tokenizer
+
+HERE = Path(__file__).parent
+SHARE, BYTES, SPEED = 0.05, 15_000_000, 0.2
+
+# Model, context, sequences, cache type, whether from the packed file.
+MEMORY = [
+    ("artifact", 1024, 1, "f16", True),
+    ("artifact", 1024, 1, "f16", False),
+    ("artifact", 2048, 4, "int8", True),
+    ("artifact", 3000, 1, "f32", True),
+    ("smollm2", 1024, 1, "f16", True),
+    ("smollm2", 1024, 2, "int8", False),
+    ("seeded-360m", 1024, 4, "f16", True),
+    ("seeded-untied", 512, 1, "f16", True),
+    ("seeded-untied", 2048, 2, "int8", True),
+    ("seeded-0.5b", 1024, 2, "f16", True),
+    ("seeded-0.5b", 512, 4, "f32", True),
+    ("seeded-1.5b", 256, 1, "f16", True),
+    ("seeded-1.5b", 1024, 2, "int8", True),
+]
+# Model, sequences, cache type, lengths.
+SPEEDS = [
+    ("artifact", 4, "f16", [32, 500, 2000]),
+    ("artifact", 4, "int8", [32, 500, 2000]),
+    ("smollm2", 4, "f16", [32, 500]),
+    ("seeded-360m", 4, "f16", [32, 1000]),
+    ("seeded-untied", 4, "f16", [32, 500]),
+    ("seeded-0.5b", 4, "f16", [32, 500]),
+    ("seeded-1.5b", 1, "f16", [32, 500]),
+]
+
+
+def child(case: dict[str, Any]) -> dict[str, Any]:
+    command = [sys.executable, str(HERE / "plan_child.py"), json.dumps(case)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
+    if ended.returncode:
+        raise SystemExit(ended.stderr)
+    return dict(json.loads(ended.stdout))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--artifact", type=Path, required=True)
+    parser.add_argument("--only", choices=["memory", "speed"])
+    parser.add_argument("--model", action="append", help="Of the models above; repeatable [default: all].")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "plan.json")
+    arguments = parser.parse_args()
+    report: dict[str, Any] = {}
+    if arguments.output.exists():  # what is not measured again stays
+        report = json.loads(arguments.output.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder))
+        shared = {"threads": arguments.threads, "tokenizer": folder}
+        names = {"artifact": str(arguments.artifact)}
+        if arguments.only != "speed":
+            report["memory"] = memory(names, shared, arguments.model, report.get("memory", []))
+        if arguments.only != "memory":
+            report["speed"] = speed(names, shared, arguments.model, report.get("speed", []))
+    report |= {
+        "command": f"python benchmarks/plan.py --artifact {arguments.artifact.name}",
+        "machine": machine(),
+        "threads": arguments.threads,
+    }
+    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def memory(
+    names: dict[str, str], shared: dict[str, Any], only: list[str] | None, before: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = [row for row in before if only and row["model"] not in only]
+    for model, context, sequences, kv_dtype, cache in MEMORY:
+        if only and model not in only:
+            continue
+        case = {"context": context, "sequences": sequences, "kv_dtype": kv_dtype, "cache": cache}
+        asked = {"measure": "memory", "model": names.get(model, model)}
+        rows.append({"model": model, **case, **child(asked | case | shared)})
+    table = Table("model", "context", "sequences", "cache", "packed file", "planned", "measured", "more", "")
+    for row in rows:
+        over = row["planned"] - row["peak"]
+        table.add_row(
+            row["model"],
+            str(row["context"]),
+            str(row["sequences"]),
+            row["kv_dtype"],
+            "yes" if row["cache"] else "no",
+            f"{row['planned'] / 1e6:.0f} MB",
+            f"{row['peak'] / 1e6:.0f} MB",
+            f"{over / row['peak']:+.1%}",
+            "" if abs(over) <= max(SHARE * row["peak"], BYTES) else "missed",
+        )
+    Console(width=120).print(table)
+    return rows
+
+
+def speed(
+    names: dict[str, str], shared: dict[str, Any], only: list[str] | None, before: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    from rich.console import Console
+    from rich.table import Table
+
+    found = [each for each in before if only and each["model"] not in only]
+    for model, sequences, kv_dtype, lengths in SPEEDS:
+        if only and model not in only:
+            continue
+        case = {"sequences": sequences, "kv_dtype": kv_dtype, "lengths": lengths}
+        case["context"] = lengths[-1] + 80
+        asked = {"measure": "speed", "model": names.get(model, model)}
+        busy = busy_between()
+        found.append({"model": model, "busy_before": busy, **case, **child(asked | case | shared)})
+    table = Table(
+        "model", "cache", "sequences", "length", "decode, predicted", "measured", "", "prompt", "", ""
+    )
+    for each in found:
+        for row in each["rows"]:
+            decode, prefill = row["decode"], row["prefill"]
+            off = decode["predicted"] / decode["measured"] - 1
+            table.add_row(
+                each["model"],
+                each["kv_dtype"],
+                str(row["sequences"]),
+                str(row["length"]),
+                f"{1e3 * decode['predicted']:.1f} ms",
+                f"{1e3 * decode['measured']:.1f} ms",
+                f"{off:+.0%}" + ("" if abs(off) <= SPEED else " missed"),
+                f"{prefill['predicted']:.2f} s",
+                f"{prefill['measured']:.2f} s",
+                f"{prefill['predicted'] / prefill['measured'] - 1:+.0%}",
+            )
+    Console(width=120).print(table)
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""One run in a process of its own, for `benchmarks/plan.py`: what was planned and what was measured, as JSON.
+
+Takes the case as JSON: `measure` ("memory" or "speed"), `model` (a path, an alias or a seeded model's name),
+`tokenizer` (the folder with a seeded model's), `context`, `sequences`, `kv_dtype`, `threads`, and for memory
+`cache`, for speed `lengths`. Little is imported, since that counts as memory.
+"""
+
+import json
+import statistics
+import sys
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from seeded_models import MODELS, TOKENIZER_TOKENS
+
+import nybble.loading
+from nybble import LLM, SamplingParams
+from nybble.devices import (
+    MemoryPlan,
+    Rates,
+    RunSettings,
+    load_profile,
+    measure_limits,
+    peak_resident_bytes,
+    plan_memory,
+)
+from nybble.devices.memory_plan import TOKENIZER_PER_TOKEN
+from nybble.devices.prediction import Roofline
+from nybble.runnable import Runnable, open_runnable
+from nybble.runtime.statistics import StepStatistics
+
+DEVICE = "laptop-cpu"
+ANSWER = 64  # tokens
+Case = dict[str, Any]
+
+
+def main() -> None:
+    case: Case = json.loads(sys.argv[1])
+
+    def opened(path: str | Path, format: str, executor: Any) -> Runnable:
+        if str(path) not in MODELS:
+            return open_runnable(path, format, executor)
+        return replace(MODELS[str(path)], tokenizer=Path(case["tokenizer"]))
+
+    nybble.loading.open_runnable = opened
+    print(json.dumps(memory(case, opened) if case["measure"] == "memory" else speed(case, opened)))
+
+
+def open_llm(case: Case, **settings: Any) -> LLM:
+    settings |= {"kv_dtype": case["kv_dtype"], "threads": case["threads"], "memory_budget": "16GB"}
+    settings |= {"max_model_len": case["context"], "max_sequences": case["sequences"]}
+    return LLM(case["model"], DEVICE, "cpu", **settings)
+
+
+def planned(case: Case, opened: Any) -> tuple[RunSettings, MemoryPlan]:
+    with closing(opened(case["model"], "auto", "cpu")) as model:
+        run = RunSettings(
+            model.spec, model.recipe, load_profile(DEVICE), context=case["context"], executor="cpu",
+            sequences=case["sequences"], kv_dtype=case["kv_dtype"], threads=case["threads"], half=model.half,
+            linear_bytes=model.linear_bytes,
+        )  # fmt: skip
+    plan = plan_memory(run)
+    if case["model"] in MODELS:
+        plan = replace(plan, tokenizer=TOKENIZER_PER_TOKEN * TOKENIZER_TOKENS)
+    return run, plan
+
+
+def prompts(llm: LLM, sequences: int, length: int) -> list[list[int]]:
+    vocab = llm._loaded.executor.spec.vocab_size
+    return np.random.default_rng(1).integers(3, vocab, (sequences, length)).tolist()
+
+
+def memory(case: Case, opened: Any) -> dict[str, int]:
+    """All that a run may do: every sequence at the end of its context at once, sampling, log-probabilities, a
+    score. Bytes that were planned, and the peak."""
+    with open_llm(case, cache=case["cache"]) as llm:
+        asked = prompts(llm, case["sequences"], case["context"] - ANSWER)
+        params = SamplingParams(max_tokens=ANSWER, ignore_eos=True, temperature=0.8, logprobs=2)
+        llm.generate(asked, params)
+        llm.score(asked[0])
+    peak = peak_resident_bytes()
+    assert peak is not None
+    return {"planned": planned(case, opened)[1].total, "peak": peak}
+
+
+def speed(case: Case, opened: Any) -> dict[str, Any]:
+    """For one sequence and for all, at each length: seconds of a step of their answers, the median, and of
+    computing the prompts, as measured, and as predicted from what the machine was measured to do then."""
+    run, plan = planned(case, opened)
+    before = measure_limits(case["threads"])
+    steps: list[StepStatistics] = []
+    rows: list[dict[str, Any]] = []
+    # Prompts are computed in whole steps, before the first answer is at its end.
+    with open_llm(case, speculation="off", target_token_ms=1e5, on_step=steps.append) as llm:
+        for count in sorted({1, case["sequences"]}):
+            for length in case["lengths"]:
+                steps.clear()
+                params = SamplingParams(max_tokens=ANSWER, ignore_eos=True, temperature=0.0)
+                llm.generate(prompts(llm, count, length), params)
+                answers = [
+                    step.seconds
+                    for step in steps
+                    if step.shape.decodes == count and not step.shape.prefill_tokens
+                ]
+                prefill = sum(step.seconds for step in steps if step.shape.prefill_tokens)
+                rows.append(
+                    {
+                        "sequences": count,
+                        "length": length,
+                        "decode": {"measured": statistics.median(answers)},
+                        "prefill": {"measured": prefill},
+                    }
+                )
+    after = measure_limits(case["threads"])
+    limits = replace(
+        before,
+        read_bandwidth=max(before.read_bandwidth, after.read_bandwidth),
+        integer_rate=max(before.integer_rate, after.integer_rate),
+    )
+    roofline = Roofline(run, plan, Rates.measured(limits))
+    for row in rows:
+        row["decode"]["predicted"] = roofline.decode(row["length"] + ANSWER // 2, row["sequences"])
+        row["prefill"]["predicted"] = row["sequences"] * roofline.prompt(row["length"])
+    return {"limits": vars(limits), "rows": rows}
+
+
+if __name__ == "__main__":
+    main()

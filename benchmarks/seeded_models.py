@@ -1,0 +1,126 @@
+"""Models of known shapes with seeded random weights: memory and speed depend on a model's shape alone, so
+that none needs to be downloaded. Their tokenizer is SmolLM2's, whatever their vocabulary; `write_tokenizer`
+takes it out of the GGUF file, which as a file of its own it would not come from."""
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from nybble.export.weights import LogicalTensor
+from nybble.models.open import open_source
+from nybble.models.spec import ModelSpec, RopeSpec
+from nybble.quant.packing import QuantizedTensor
+from nybble.quant.recipe import Recipe
+from nybble.runtime.packed_cache import load_packed
+from nybble.runtime.packed_weights import FreshlyPacked, PackedSource
+
+TOKENIZER_TOKENS = 49152
+
+
+@dataclass(frozen=True)
+class SeededModel:
+    """A `nybble.runnable.Runnable`: what `LLM` opens in an artifact's place."""
+
+    name: str
+    spec: ModelSpec
+    recipe: Recipe
+    tokenizer: Path | None = None  # the folder with its files
+
+    half: Literal["gptq"] = "gptq"
+    linear_bytes: None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"eos_token_id": 2}
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def tokenizer_files(self) -> Mapping[str, bytes]:
+        assert self.tokenizer is not None
+        return {file.name: file.read_bytes() for file in self.tokenizer.iterdir()}
+
+    @property
+    def digest(self) -> str:
+        return sha256(repr((self.spec, self.recipe)).encode()).hexdigest()
+
+    def packed(self, cache: bool) -> PackedSource:
+        if not cache:
+            return FreshlyPacked(self)
+        return load_packed(None, self.digest, self.spec, lambda: self)
+
+    def tensor(self, name: str) -> LogicalTensor:
+        """`LogicalWeights`: seeded by the tensor's name, and of a size that keeps activations ordinary."""
+        shape = self.spec.tensors()[name]
+        if len(shape) == 1:
+            return np.ones(shape, np.float32)
+        random = np.random.default_rng(list(name.encode()))
+        ends = name in (self.spec.embedding_name, self.spec.head_name)
+        bits = 8 if ends else self.recipe.bits
+        group = 32 if ends else shape[1] if self.recipe.group_size == -1 else self.recipe.group_size
+        groups = (shape[0], -(-shape[1] // group))
+        packed = np.frombuffer(random.bytes(shape[0] * shape[1] * bits // 8), np.uint8)
+        scale = 1 / (2 ** (bits - 1) * shape[1] ** 0.5)
+        symmetric = ends or self.recipe.symmetric
+        return QuantizedTensor(
+            packed.reshape(shape[0], -1),
+            np.full(groups, scale, np.float16),
+            None if symmetric else random.integers(6, 10, groups, dtype=np.uint8) << (bits - 4),
+            bits,
+            group,
+            shape[1],
+        )
+
+    def close(self) -> None:
+        pass
+
+
+def write_tokenizer(folder: Path) -> None:
+    """SmolLM2's tokenizer files, in a folder that is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with closing(open_source("smollm2")) as source:
+        for name, content in source.tokenizer_files.items():
+            (folder / name).write_bytes(content)
+
+
+def _spec(
+    vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head: int, **more: Any
+) -> ModelSpec:
+    return ModelSpec(
+        "llama", vocab, hidden, inner, layers, heads, kv_heads, head, 8192, 1e-5, RopeSpec(1e5, head), **more
+    )
+
+
+# After SmolLM2-360M, a Llama of 2023 with a head of its own, Qwen2.5-0.5B and Qwen2.5-1.5B.
+MODELS = {
+    model.name: model
+    for model in (
+        SeededModel(
+            "seeded-360m",
+            _spec(49152, 960, 2560, 32, 15, 5, 64, tied_embeddings=True),
+            Recipe(bits=4, group_size=32),
+        ),
+        SeededModel(
+            "seeded-untied",
+            _spec(32000, 1024, 2816, 16, 16, 4, 64),
+            Recipe(bits=8, group_size=64),
+        ),
+        SeededModel(
+            "seeded-0.5b",
+            _spec(151936, 896, 4864, 24, 14, 2, 64, tied_embeddings=True, qkv_bias=True),
+            Recipe(bits=4, group_size=128, symmetric=False),
+        ),
+        SeededModel(
+            "seeded-1.5b",
+            _spec(151936, 1536, 8960, 28, 12, 2, 128, tied_embeddings=True, qkv_bias=True),
+            Recipe(bits=4, group_size=64),
+        ),
+    )
+}

@@ -1,0 +1,88 @@
+"""Bytes of a model's packed weights, layer by layer, as `CpuExecutor` has them (runtime/kernels/layout.h) and
+as they lie in the file of packed weights (runtime/packed_file.py)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..errors import SettingError
+from ..models.spec import LinearSpec, ModelSpec
+from ..quant.recipe import Recipe
+from .model_bytes import HEAD_BITS, HEAD_GROUP_SIZE, linears
+
+# Of the file: a section is filled up to SECTION bytes, its tensors begin at multiples of TENSOR.
+SECTION, TENSOR = 4096, 64
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """One layer: its linear layers' tiles with what they permute their inputs by, its norms and biases, and
+    its section of the file, which is what a buffer holds of it while it is streamed."""
+
+    linears: int
+    vectors: int
+    section: int
+
+
+@dataclass(frozen=True)
+class PackedBytes:
+    """A model: its layers; the embedding, with the head where that is another matrix; the last norm."""
+
+    layers: tuple[LayerBytes, ...]
+    embedding: int
+    ends: int
+    last_norm: int
+
+
+def packed_bytes(
+    spec: ModelSpec, recipe: Recipe | None, linear_bytes: tuple[int, ...] | None = None
+) -> PackedBytes:
+    """`linear_bytes` are the tiles of each linear layer in order, for a model whose layers differ; without
+    them they follow from `recipe`. Raises `SettingError` for an unquantized model."""
+    if recipe is None and linear_bytes is None:
+        raise SettingError("executor is 'cpu', which runs quantized models only; use 'ort'")
+    return _packed_bytes(spec, recipe, linear_bytes)
+
+
+@lru_cache(maxsize=8)
+def _packed_bytes(
+    spec: ModelSpec, recipe: Recipe | None, linear_bytes: tuple[int, ...] | None
+) -> PackedBytes:
+    matrices = iter(linear_bytes or (_matrix_bytes(linear, recipe) for linear in linears(spec)))
+    permuted = recipe is not None and recipe.desc_act
+    embedding = tile_bytes(spec.vocab_size, spec.hidden_size, HEAD_BITS, HEAD_GROUP_SIZE, True)
+    return PackedBytes(
+        tuple(_layer_bytes(spec, layer, matrices, permuted) for layer in range(spec.num_layers)),
+        embedding,
+        embedding * (1 if spec.tied_embeddings else 2),
+        4 * spec.hidden_size,
+    )
+
+
+def _layer_bytes(spec: ModelSpec, layer: int, matrices: Iterator[int], permuted: bool) -> LayerBytes:
+    """Takes the layer's linear layers off `matrices`."""
+    tensors, vectors = [], [4 * size for size in spec.norms(layer).values()]
+    for linear in spec.linears(layer):
+        tensors += [next(matrices), 4 * linear.in_features if permuted else 0]
+        vectors += [4 * linear.out_features] if linear.bias else []
+    section = sum(padded(size, TENSOR) for size in (*tensors, *vectors))
+    return LayerBytes(sum(tensors), sum(vectors), padded(section, SECTION))
+
+
+def _matrix_bytes(linear: LinearSpec, recipe: Recipe | None) -> int:
+    assert recipe is not None
+    return tile_bytes(
+        linear.out_features, linear.in_features, recipe.bits, recipe.group_size, recipe.symmetric
+    )
+
+
+def tile_bytes(rows: int, columns: int, bits: int, group_size: int, symmetric: bool) -> int:
+    """A matrix in tiles: every group of a tile has 16 f16 scales, and 16 zero points unless symmetric."""
+    slices = -(-columns // 32)
+    groups = 1 if group_size == -1 else -(-columns // group_size)
+    return -(-rows // 16) * (groups * (32 if symmetric else 48) + slices * 64 * bits)
+
+
+def padded(n: int, multiple: int) -> int:
+    """The next multiple of `multiple`."""
+    return -(-n // multiple) * multiple

@@ -1,0 +1,107 @@
+"""`MatrixRows`: a quantized weight that is read some rows at a time, and never whole."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .packing import HEAD_BITS, HEAD_GROUP_SIZE, QuantizedTensor, row_blocks
+from .packing_nf4 import Nf4Tensor
+
+# A range of rows begins at a multiple of this: what the kernels' tiles and GPTQ's words of zero points hold
+# together is not cut.
+ROW_STEP = 16
+# Of a piece: what is made of them takes some ten bytes each.
+PIECE_ELEMENTS = 1 << 20
+
+# What a weight has besides its codes and scales.
+MatrixKind = Literal["symmetric", "zeros", "minima", "nf4"]
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixRows:
+    """A weight [rows, columns]: what its rows have in common, and how to read some of them.
+
+    `read(begin, end)` is rows begin to end as a tensor of their own; `begin` is a multiple of `ROW_STEP`. A
+    part of a matrix of kind "zeros" may be symmetric; its `zero_points` are right in any case.
+    """
+
+    rows: int
+    columns: int
+    bits: int
+    group_size: int  # resolved, as `QuantizedTensor` has it
+    kind: MatrixKind
+    permutation: NDArray[np.int32] | None
+    read: Callable[[int, int], QuantizedTensor | Nf4Tensor]
+
+    @classmethod
+    def of(cls, tensor: QuantizedTensor | Nf4Tensor) -> "MatrixRows":
+        """The rows of a tensor in memory."""
+
+        def read(begin: int, end: int) -> QuantizedTensor | Nf4Tensor:
+            return _part(tensor, slice(begin, end))
+
+        return cls(
+            tensor.out_features, tensor.in_features, tensor.bits, tensor.group_size, _kind(tensor),
+            tensor.permutation, read,
+        )  # fmt: skip
+
+    @classmethod
+    def of_head(cls, shape: tuple[int, ...], read: Callable[[int, int], QuantizedTensor]) -> "MatrixRows":
+        """An embedding or head [vocab, hidden] in the form of `quantize_head`."""
+        vocab, hidden = shape
+        return cls(vocab, hidden, HEAD_BITS, HEAD_GROUP_SIZE, "symmetric", None, read)
+
+    def pieces(self) -> Iterator[tuple[slice, QuantizedTensor | Nf4Tensor]]:
+        """All rows in order, a few megabytes at a time."""
+        for rows in row_blocks(self.rows, self.columns, PIECE_ELEMENTS, ROW_STEP):
+            yield rows, self.read(rows.start, rows.stop)
+
+    def whole(self) -> QuantizedTensor:
+        """The tensor in memory. Only for one that has no code book."""
+        width, groups = -(-self.columns * self.bits // 8), -(-self.columns // self.group_size)
+        packed = np.empty((self.rows, width), np.uint8)
+        scales = np.empty((self.rows, groups), np.float16)
+        zeros = np.empty((self.rows, groups), np.uint8) if self.kind == "zeros" else None
+        minima = np.empty((self.rows, groups), np.float16) if self.kind == "minima" else None
+        for rows, part in self.pieces():
+            assert isinstance(part, QuantizedTensor)
+            packed[rows], scales[rows] = part.packed, part.scales
+            if zeros is not None:
+                zeros[rows] = part.zero_points
+            if minima is not None:
+                minima[rows] = part.minima
+        return QuantizedTensor(
+            packed, scales, zeros, self.bits, self.group_size, self.columns, self.permutation, minima
+        )
+
+
+def _kind(tensor: QuantizedTensor | Nf4Tensor) -> MatrixKind:
+    """Zero points that are all in the middle are none."""
+    if isinstance(tensor, Nf4Tensor):
+        return "nf4"
+    if tensor.minima is not None:
+        return "minima"
+    return "symmetric" if tensor.zeros is None or all_in_the_middle(tensor.zeros, tensor.bits) else "zeros"
+
+
+def all_in_the_middle(zeros: NDArray[np.uint8], bits: int) -> bool:
+    """Whether zero points are those of a symmetric tensor."""
+    return bool((zeros == 1 << (bits - 1)).all())
+
+
+def _part(tensor: QuantizedTensor | Nf4Tensor, rows: slice) -> QuantizedTensor | Nf4Tensor:
+    if isinstance(tensor, Nf4Tensor):
+        return Nf4Tensor(tensor.packed[rows], tensor.scales[rows], tensor.group_size, tensor.in_features)
+    return QuantizedTensor(
+        tensor.packed[rows],
+        tensor.scales[rows],
+        None if tensor.zeros is None else tensor.zeros[rows],
+        tensor.bits,
+        tensor.group_size,
+        tensor.in_features,
+        tensor.permutation,
+        None if tensor.minima is None else tensor.minima[rows],
+    )

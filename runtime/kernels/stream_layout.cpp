@@ -1,0 +1,62 @@
+#include "stream_layout.h"
+
+#include <algorithm>
+#include <string>
+
+#include "direct_file.h"
+
+namespace nybble {
+namespace {
+
+int64_t aligned_down(int64_t offset) { return offset - offset % static_cast<int64_t>(kDirectAlignment); }
+
+size_t aligned_up(size_t bytes) {
+    return (bytes + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
+}
+
+}  // namespace
+
+size_t smallest_buffer(const PackedLinear& head) { return aligned_up(head.tile_bytes() + kDirectAlignment); }
+
+StreamSettings stream_weights(DecoderWeights& weights, const StreamPlaces& places, int buffers,
+                              size_t buffer_bytes, double timeout) {
+    StreamSettings settings{};
+    settings.buffers = buffers;
+    settings.buffer_bytes = buffer_bytes;
+    settings.timeout = timeout;
+    for (const StreamPlaces::Layer& place : places.layers) {
+        LayerWeights& layer = weights.layers[place.layer];
+        layer.streamed = true;
+        for (int i = 0; i < kLinearCount; ++i) {
+            layer.linears[i].tiles = nullptr;
+            layer.places[i] = static_cast<size_t>(place.tiles[i] - place.offset);
+        }
+        settings.ranges.push_back({place.offset, place.bytes, "layer " + std::to_string(place.layer)});
+    }
+    settings.every_step = settings.ranges.size();
+    if (!places.head) return settings;
+
+    weights.streamed_head = true;
+    weights.embedding.tiles = weights.head.tiles = nullptr;
+    settings.matrix = weights.embedding;
+    settings.matrix_offset = places.embedding_tiles;
+    const size_t tile_bytes = weights.head.tile_bytes();
+    const int tiles = weights.head.tile_count();
+    // Before a piece's first tile there may be nearly a whole unit of alignment.
+    const int most = static_cast<int>((buffer_bytes - kDirectAlignment) / tile_bytes);
+    const int pieces = (tiles + most - 1) / most;
+    for (int i = 0; i < pieces; ++i) {
+        const int first = static_cast<int>(static_cast<int64_t>(tiles) * i / pieces);
+        const int end = static_cast<int>(static_cast<int64_t>(tiles) * (i + 1) / pieces);
+        const int64_t begins = places.head_tiles + static_cast<int64_t>(tile_bytes) * first;
+        const size_t place = static_cast<size_t>(begins - aligned_down(begins));
+        HeadPiece piece{weights.head, first * kTileRows, place};
+        piece.linear.rows = std::min(weights.head.rows, end * kTileRows) - piece.first_row;
+        weights.head_pieces.push_back(piece);
+        settings.ranges.push_back(
+            {aligned_down(begins), aligned_up(place + tile_bytes * (end - first)), "the head"});
+    }
+    return settings;
+}
+
+}  // namespace nybble

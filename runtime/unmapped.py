@@ -1,0 +1,71 @@
+"""Parts of a file of packed weights that do not stay in memory: read without a mapping, and forgotten by the
+page cache."""
+
+import os
+import weakref
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_AT_ONCE = 1 << 20  # bytes that are read together
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section's place in the file, in bytes, and its tensors' by name, counted from the file's start."""
+
+    offset: int
+    size: int
+    tensors: Mapping[str, int]
+
+
+class SectionedFile:
+    """An open file and its sections: embedding, final norm and head; then one for each layer.
+
+    It has a descriptor of its own, `descriptor`, until it is collected.
+    """
+
+    def __init__(self, path: Path, descriptor: int, sections: Sequence[Section]) -> None:
+        self.path, self.sections = path, tuple(sections)
+        self.descriptor = os.dup(descriptor)
+        weakref.finalize(self, os.close, self.descriptor)
+
+    @property
+    def ends(self) -> Section:
+        return self.sections[0]
+
+    def layer(self, layer: int) -> Section:
+        return self.sections[1 + layer]
+
+
+def crc32_of(descriptor: int, offset: int, size: int) -> int:
+    """The CRC-32 of a part of a file, of which nothing stays in the page cache that this process brought
+    there. Of a file that ends before, that of what there is."""
+    buffer, crc, end = bytearray(min(size, _AT_ONCE)), 0, offset + size
+    while offset < end:
+        count = os.preadv(descriptor, [memoryview(buffer)[: end - offset]], offset)
+        if count == 0:
+            break
+        crc = zlib.crc32(memoryview(buffer)[:count], crc)
+        forget(descriptor, offset, count)
+        offset += count
+    return crc
+
+
+def read_array(descriptor: int, entry: Mapping[str, Any], dtype: type[np.generic]) -> NDArray[Any]:
+    """A small tensor, copied. Raises `OSError` for a file that ends before it does."""
+    raw = os.pread(descriptor, entry["size"], entry["offset"])
+    if len(raw) != entry["size"]:
+        raise OSError(0, f"the file ends at byte {entry['offset'] + len(raw)}")
+    return np.frombuffer(raw, dtype)
+
+
+def forget(descriptor: int, offset: int, size: int) -> None:
+    """Lets the page cache drop a part of a file; where it can't be asked, it drops what it likes."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)

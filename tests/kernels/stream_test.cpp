@@ -1,0 +1,233 @@
+// Streamed weights: what is read of a file while other threads compute, and the bits of resident weights.
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <string>
+
+#include "../../runtime/kernels/direct_file.h"
+#include "../../runtime/kernels/stream_layout.h"
+#include "../../runtime/kernels/tile_rows.h"
+#include "../../runtime/kernels/weight_stream.h"
+#include "check.h"
+#include "decoder_model.h"
+
+namespace kernel_test {
+
+TemporaryFile::TemporaryFile(const std::vector<uint8_t>& content) {
+    char path[] = "/tmp/nybble-kernel-test-XXXXXX";
+    descriptor_ = mkstemp(path);
+    check(descriptor_ >= 0, "a temporary file can be made");
+    unlink(path);
+    write(content);
+}
+
+TemporaryFile::~TemporaryFile() { close(descriptor_); }
+
+void TemporaryFile::resize(size_t bytes) const {
+    check(ftruncate(descriptor_, static_cast<off_t>(bytes)) == 0, "a file can be resized");
+}
+
+void TemporaryFile::write(const std::vector<uint8_t>& content) const {
+    const ssize_t written = pwrite(descriptor_, content.data(), content.size(), 0);
+    check(written == static_cast<ssize_t>(content.size()), "a file can be written");
+}
+
+namespace {
+
+constexpr size_t kUnit = kDirectAlignment;
+constexpr double kTimeout = 20;  // seconds; no read here takes so long
+
+void check_rows(Random& random) {
+    current_case() = "rows of tiles";
+    for (int slices_per_group : {1, 2, 3}) {
+        const RandomLinear made = random_linear(random, 37, 72, 8, WeightKind::kSymmetric, slices_per_group);
+        const PackedLinear& w = made.packed;
+        std::vector<float> in_tile(w.slices() * kSlice), alone(in_tile);
+        std::vector<uint8_t> bytes(row_bytes(w));
+        for (int row = 0; row < w.rows; ++row) {
+            const uint8_t* tile = w.tiles + w.tile_bytes() * (row / kTileRows);
+            dequantize_tile_row(w, tile, row % kTileRows, in_tile.data());
+            copy_row(w, tile, row % kTileRows, bytes.data());
+            dequantize_row(w, bytes.data(), alone.data());
+            check(same_bits(in_tile.data(), alone.data(), alone.size()),
+                  "a row alone is the row of its tile");
+            for (int k = 0; k < w.columns; ++k) {
+                check(static_cast<double>(alone[k]) == made.dense[row * w.columns + k],
+                      "a row is what its integers stand for");
+            }
+        }
+    }
+}
+
+// A file of random bytes and ranges of it of different lengths, some over what is read at once.
+struct Ranges {
+    std::vector<uint8_t> content;
+    StreamSettings settings{};
+
+    Ranges(Random& random, int buffers) {
+        const size_t sizes[] = {kUnit, 300 * kUnit, 2 * kUnit, 257 * kUnit, kUnit};
+        size_t at = kUnit;
+        for (size_t bytes : sizes) {
+            settings.ranges.push_back({static_cast<int64_t>(at), bytes, "range"});
+            at += bytes;
+        }
+        content.resize(at);
+        for (size_t i = 0; i < at; i += 61) content[i] = static_cast<uint8_t>(random.next());
+        settings.every_step = 3;
+        settings.buffers = buffers;
+        settings.buffer_bytes = 300 * kUnit;
+        settings.timeout = kTimeout;
+    }
+
+    // A step that must go well.
+    void step(WeightStream& stream, bool all) const {
+        stream.begin_step(all);
+        for (size_t i = 0; i < (all ? settings.ranges.size() : settings.every_step); ++i) {
+            const FileRange& range = settings.ranges[i];
+            const uint8_t* found = stream.acquire();
+            check(found != nullptr, "a range is read");
+            check(std::memcmp(found, content.data() + range.offset, range.bytes) == 0,
+                  "a range is the file's");
+            stream.release();
+        }
+        stream.end_step();
+    }
+};
+
+bool fails(WeightStream& stream, size_t ranges, const std::string& what) {
+    stream.begin_step(true);
+    for (size_t i = 0; i < ranges && stream.acquire() != nullptr; ++i) stream.release();
+    check(stream.acquire() == nullptr, "after a failure there are no ranges");
+    try {
+        stream.end_step();
+    } catch (const StreamError& error) {
+        return std::string(error.what()).find(what) != std::string::npos;
+    }
+    return false;
+}
+
+void check_ranges(Random& random) {
+    for (int buffers : {2, 3, 7}) {
+        current_case() = "ranges through " + std::to_string(buffers) + " buffers";
+        const Ranges ranges(random, buffers);
+        const TemporaryFile file(ranges.content);
+        WeightStream stream(file.descriptor(), "the file", ranges.settings);
+        for (int step = 0; step < 12; ++step) ranges.step(stream, random.below(2) == 0);
+
+        // A step that is left before its end is followed by a whole one.
+        stream.begin_step(true);
+        stream.acquire();
+        ranges.step(stream, true);
+
+        file.resize(ranges.settings.ranges[3].offset);
+        check(fails(stream, 4, "the file: reading range: only 0 of "), "a range past the end is an error");
+        check(fails(stream, 4, "the file: reading range: only 0 of "), "so it is in the next step");
+        file.write(ranges.content);
+        for (int step = 0; step < 4; ++step) ranges.step(stream, true);
+
+        // What fails while it is read ahead is read again when it is needed.
+        stream.begin_step(false);
+        for (size_t i = 0; i < ranges.settings.every_step; ++i) {
+            check(stream.acquire() != nullptr, "a range is read");
+            if (i + 1 == ranges.settings.every_step) file.resize(0);
+            stream.release();
+        }
+        stream.end_step();
+        usleep(20000);
+        file.write(ranges.content);
+        ranges.step(stream, true);
+    }
+    current_case() = "streams that end";
+    const Ranges ranges(random, 3);
+    const TemporaryFile file(ranges.content);
+    for (int i = 0; i < 50; ++i) {
+        WeightStream stream(file.descriptor(), "the file", ranges.settings);
+        if (i % 4 == 1) stream.begin_step(true);
+        if (i % 4 == 2) ranges.step(stream, true);
+        if (i % 4 == 3) {
+            stream.begin_step(true);
+            stream.acquire();
+        }
+    }
+}
+
+// The tiles of a model in a file, some of them streamed.
+class StreamedModel {
+  public:
+    StreamedModel(const Model& model, uint32_t streamed_layers, bool head) : model_(model) {
+        std::vector<uint8_t> content(kUnit);
+        const auto add = [&](const PackedLinear& linear) {
+            content.resize((content.size() + 63) / 64 * 64);
+            const int64_t begin = static_cast<int64_t>(content.size());
+            content.insert(content.end(), linear.tiles, linear.tiles + linear.bytes());
+            return begin;
+        };
+        const auto end_section = [&] { content.resize((content.size() + kUnit - 1) / kUnit * kUnit); };
+        StreamPlaces places;
+        places.head = head;
+        places.embedding_tiles = add(model.weights.embedding);
+        places.head_tiles = add(model.weights.head);
+        end_section();
+        size_t largest = smallest_buffer(model.weights.head);
+        for (int layer = 0; layer < model.config.num_layers; ++layer) {
+            StreamPlaces::Layer place{layer, static_cast<int64_t>(content.size()), 0, {}};
+            for (int i = 0; i < kLinearCount; ++i) {
+                place.tiles[i] = add(model.weights.layers[layer].linears[i]);
+            }
+            end_section();
+            place.bytes = content.size() - static_cast<size_t>(place.offset);
+            largest = std::max(largest, place.bytes);
+            if (streamed_layers >> layer & 1) places.layers.push_back(place);
+        }
+        file_ = std::make_unique<TemporaryFile>(content);
+        settings_ = stream_weights(model_.weights, places, 2, largest, kTimeout);
+    }
+
+    const Model& model() const { return model_; }
+    std::unique_ptr<WeightStream> open() const {
+        return std::make_unique<WeightStream>(file_->descriptor(), "the file", settings_);
+    }
+
+  private:
+    Model model_;
+    std::unique_ptr<TemporaryFile> file_;
+    StreamSettings settings_{};
+};
+
+void check_decoder(Random& random, const Kernels& kernels, Results& results) {
+    const Model model = make_model(random, false);
+    const std::vector<std::vector<Chunk>> steps = {
+        {{0, 0, 90}, {1, 0, 3}}, {{0, 90, 1}, {1, 3, 1}, {2, 0, 1}}, {{1, 4, 40}}, {{0, 91, 1}}};
+    Session resident(model, kernels, 1, KvType::kF16, 1);
+    std::vector<std::vector<float>> expected;
+    for (const std::vector<Chunk>& chunks : steps) expected.push_back(resident.run(chunks));
+    for (uint32_t layers = 0; layers < 4; ++layers) {
+        for (bool head : {false, true}) {
+            current_case() = "streamed decoder " + std::to_string(layers) + (head ? " with head" : "");
+            const StreamedModel streamed(model, layers, head);
+            const int threads = 1 + static_cast<int>((layers + 2 * head) % 4);
+            Session session(streamed.model(), kernels, threads, KvType::kF16, 2, streamed.open());
+            for (size_t i = 0; i < steps.size(); ++i) {
+                check(same_bits(session.run(steps[i]).data(), expected[i].data(), expected[i].size()),
+                      "streamed weights give the bits of resident ones");
+            }
+            session.prepare(steps[3]);
+            const AllocationCount allocations;
+            session.step();
+            check(allocations.count() == 0, "a step with streamed weights allocates nothing");
+        }
+    }
+    for (const std::vector<float>& logits : expected) results.add(logits);
+}
+
+}  // namespace
+
+void test_stream(const Kernels& kernels, Results& results) {
+    Random random(8);
+    check_rows(random);
+    check_ranges(random);
+    check_decoder(random, kernels, results);
+}
+
+}  // namespace kernel_test

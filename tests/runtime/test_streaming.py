@@ -1,0 +1,358 @@
+"""Streamed weights: the bits of resident ones however they are divided, and none of them stays in memory."""
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from decoders import MIXED, Pages, Weights, load, quantized, some_ids
+from forked import in_child
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from nybble import _kernels
+from nybble.devices.residency import ResidencyPlan
+from nybble.errors import ExecutorError, SettingError
+from nybble.runtime.batch import Batch
+from nybble.runtime.cpu_executor import CpuExecutor
+from nybble.runtime.packed_cache import build_packed, open_packed
+from nybble.runtime.packed_file import MappedWeights, UnusableFile
+from nybble.runtime.packed_weights import FreshlyPacked
+from nybble.runtime.streaming import buffer_bytes, streamed_bytes
+
+DIGEST = "cd" * 32
+LAYERS, SEQUENCES, LENGTH = 4, 3, 160
+MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int, bool, bool]]] = {
+    "tied": ("llama", {"tie_word_embeddings": True}, (4, 64, True, False)),
+    "biases, windows, zero points": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 24, "layer_types": MIXED["layer_types"] * 2},
+        (4, 64, False, False),
+    ),
+    "permuted, a group a row, odd sizes": (
+        "qwen3",
+        {"hidden_size": 80, "vocab_size": 333, "intermediate_size": 112},
+        (8, -1, False, True),
+    ),
+}
+
+
+class Model:
+    """A file of packed weights, and what they give when all are resident."""
+
+    def __init__(self, weights: Weights, folder: Path) -> None:
+        self.spec, self.file = weights.spec, folder / "packed.bin"
+        build_packed(self.file, FreshlyPacked(weights), DIGEST)
+        self.pages = Pages(self.spec, SEQUENCES, LENGTH)
+        self.resident = self.executor(None)
+        self.ids = some_ids(self.spec.vocab_size, LENGTH)
+
+    def open(self, residency: ResidencyPlan | None) -> MappedWeights:
+        return open_packed(self.file, self.spec, DIGEST, residency)
+
+    def executor(
+        self, residency: ResidencyPlan | None, threads: int = 2, read_timeout: float = 30.0
+    ) -> CpuExecutor:
+        executor = CpuExecutor.from_packed(
+            self.open(residency), threads=threads, residency=residency, read_timeout=read_timeout
+        )
+        executor.allocate_kv(self.pages.num_blocks, self.pages.page_size, "f16")
+        return executor
+
+    def batch(self, chunks: list[tuple[int, int]], past: list[int], rows: bool = True) -> Batch:
+        """A step of so many new tokens of these sequences."""
+        batch = self.pages.batch([(s, past[s], self.ids[past[s] : past[s] + n]) for s, n in chunks])
+        return batch if rows else replace(batch, logit_rows=np.empty(0, np.int32))
+
+    def steps(self, executor: CpuExecutor, counts: tuple[int, ...] = (40, 1, 1, 1)) -> NDArray[np.float32]:
+        """Logits of steps of so many tokens of one sequence."""
+        past, found = 0, []
+        for count in counts:
+            found.append(executor.step(self.batch([(0, count)], [past])).copy())
+            past += count
+        return np.concatenate(found)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(
+    request: pytest.FixtureRequest, make_tiny_model: Callable[..., Path], tmp_path_factory: Any
+) -> Model:
+    family, overrides, packing = MODELS[request.param]
+    path = make_tiny_model(family, **{"num_hidden_layers": LAYERS, **overrides})
+    return Model(quantized(load(path), *packing), tmp_path_factory.mktemp("streamed"))
+
+
+@pytest.fixture(scope="module")
+def tied(make_tiny_model: Callable[..., Path], tmp_path_factory: Any) -> Model:
+    path = make_tiny_model("llama", num_hidden_layers=LAYERS, tie_word_embeddings=True)
+    return Model(quantized(load(path), 4, 64, True, False), tmp_path_factory.mktemp("streamed"))
+
+
+EVERYTHING = ResidencyPlan.spread(LAYERS, LAYERS, streamed_head=True, buffers=2)
+PLANS = st.builds(
+    lambda layers, head, buffers: ResidencyPlan(LAYERS, tuple(sorted(layers)), head, buffers),
+    st.sets(st.integers(0, LAYERS - 1)),
+    st.booleans(),
+    st.integers(2, 4),
+)
+# Steps: for each sequence the tokens it gets, some over what is unpacked at once and over the rows that are
+# read together; and whether logits are asked for.
+STEPS = st.lists(
+    st.tuples(
+        st.lists(st.sampled_from([0, 1, 1, 3, 17, 70]), min_size=SEQUENCES, max_size=SEQUENCES).filter(any),
+        st.integers(0, 3).map(bool),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(residency=PLANS, threads=st.integers(1, 4), steps=STEPS)
+@settings(max_examples=40)
+def test_any_residency_gives_the_bits_of_resident_weights(
+    model: Model, residency: ResidencyPlan, threads: int, steps: list[tuple[list[int], bool]]
+) -> None:
+    executor = model.executor(residency, threads)
+    past = [0] * SEQUENCES
+    for counts, rows in steps:
+        chunks = [(s, n) for s, n in enumerate(counts) if n and past[s] + n <= LENGTH]
+        if not chunks:
+            continue
+        batch = model.batch(chunks, past, rows)
+        assert np.array_equal(executor.step(batch), model.resident.step(batch))
+        assert executor.best_tokens == model.resident.best_tokens
+        for s, n in chunks:
+            past[s] += n
+    executor.close()
+
+
+def test_a_step_of_no_tokens_leaves_the_stream_as_it_is(tied: Model) -> None:
+    expected = tied.steps(tied.resident)
+    executor = tied.executor(EVERYTHING)
+    nothing = tied.batch([(0, 0)], [0])
+    assert executor.step(nothing).shape == (0, tied.spec.vocab_size)
+    assert np.array_equal(tied.steps(executor), expected)
+    assert executor.step(nothing).shape == (0, tied.spec.vocab_size)
+    assert np.array_equal(tied.steps(executor), expected)
+
+
+def test_a_batch_that_is_refused_leaves_the_stream_as_it_is(tied: Model) -> None:
+    executor = tied.executor(EVERYTHING)
+    batch = tied.batch([(0, 5)], [0])
+    for _ in range(2):
+        with pytest.raises(ExecutorError, match="token_ids"):
+            executor.step(replace(batch, token_ids=batch.token_ids + tied.spec.vocab_size))
+        assert np.array_equal(executor.step(batch), tied.resident.step(batch))
+
+
+def test_two_executors_of_a_file_run_at_once(tied: Model) -> None:
+    expected = tied.steps(tied.resident, (40, *[1] * 20))
+    found: dict[int, NDArray[np.float32]] = {}
+
+    def run(number: int, residency: ResidencyPlan) -> None:
+        found[number] = tied.steps(tied.executor(residency), (40, *[1] * 20))
+
+    plans = (EVERYTHING, ResidencyPlan(LAYERS, (1, 3)), ResidencyPlan(LAYERS, (), True))
+    threads = [threading.Thread(target=run, args=each) for each in enumerate(plans)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [0, 1, 2]
+    assert all(np.array_equal(logits, expected) for logits in found.values())
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_forked_child_and_its_parent_both_go_on(tied: Model, steps_before: int) -> None:
+    expected = tied.steps(tied.resident)
+    executor = tied.executor(EVERYTHING)
+    for _ in range(steps_before):
+        tied.steps(executor)
+
+    def check() -> bool:
+        return all(np.array_equal(tied.steps(executor), expected) for _ in range(2))
+
+    assert in_child(check) == 0
+    assert in_child(lambda: executor.close() is None) == 0  # a child that never ran it
+    assert check()
+
+
+def test_nothing_is_read_before_the_first_step(tied: Model) -> None:
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    before = threads()
+    executor = tied.executor(EVERYTHING, threads=1)
+    assert threads() == before
+    tied.steps(executor)
+    assert threads() == before + 1
+    executor.close()
+    assert threads() == before
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_it_closes_while_it_reads_ahead(tied: Model, count: int) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        executor = tied.executor(EVERYTHING)
+        tied.steps(executor, (1,) * count) if count else None
+        executor.close()
+        del executor
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_truncated_file_fails_the_step_and_a_whole_one_runs_again(tied: Model, tmp_path: Path) -> None:
+    """Nothing of the file is mapped into use where all of it is streamed."""
+    content = tied.file.read_bytes()
+    copy = tmp_path / "packed.bin"
+    copy.write_bytes(content)
+    source = open_packed(copy, tied.spec, DIGEST, EVERYTHING)
+    executor = CpuExecutor.from_packed(source, threads=2, residency=EVERYTHING)
+    executor.allocate_kv(tied.pages.num_blocks, tied.pages.page_size, "f16")
+    expected = tied.steps(tied.resident)
+    assert np.array_equal(tied.steps(executor), expected)
+    for size, what in ((source.file.layer(2).offset + 100, "layer 2"), (4096, "the embedding")):
+        os.truncate(copy, size)
+        with pytest.raises(ExecutorError) as error:
+            tied.steps(executor, (1,) * 3)  # what was read ahead is still there
+        assert str(error.value).startswith(f"{copy}: reading {what}: only ")
+        assert str(error.value).endswith(f"; the file has {size} bytes")
+        copy.write_bytes(content)
+        assert np.array_equal(tied.steps(executor), expected)
+
+
+def resident_bytes(file: Path) -> int:
+    """Of this process's mappings of a file."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name = line.split()[0]
+        if not name.endswith(":"):
+            inside = line.endswith(str(file))
+        elif inside and name == "Rss:":
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+def test_streamed_sections_are_never_resident(make_tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    path = make_tiny_model(
+        "qwen2", hidden_size=512, intermediate_size=1024, vocab_size=4096, num_hidden_layers=LAYERS
+    )
+    model = Model(quantized(load(path), 4, 64, True, True), tmp_path)
+    tail = 256 << 10  # what the kernel maps around a page that is looked at, and the table
+    for plan in (EVERYTHING, ResidencyPlan(LAYERS, (0, 2)), ResidencyPlan(LAYERS, (), True)):
+
+        def check(plan: ResidencyPlan = plan) -> bool:
+            model.resident.close()
+            source = model.open(plan)
+            executor = CpuExecutor.from_packed(source, threads=2, residency=plan)
+            executor.allocate_kv(model.pages.num_blocks, model.pages.page_size, "f16")
+            model.steps(executor)
+            streamed = [source.file.layer(layer) for layer in plan.streamed_layers]
+            streamed += [source.file.ends] if plan.streamed_head else []
+            resident = sum(s.size for s in source.file.sections) - sum(s.size for s in streamed)
+            return resident <= resident_bytes(model.file) <= resident + tail
+
+        assert in_child(check) == 0
+
+
+@pytest.mark.parametrize("section", range(1 + LAYERS))
+def test_a_changed_bit_in_a_streamed_section_is_found(tied: Model, tmp_path: Path, section: int) -> None:
+    found = tied.open(None).file.sections[section]
+    content = bytearray(tied.file.read_bytes())
+    content[found.offset + found.size // 2] ^= 1
+    copy = tmp_path / "packed.bin"
+    copy.write_bytes(content)
+    with pytest.raises(UnusableFile, match=f"the CRC-32 of section {section} differs"):
+        open_packed(copy, tied.spec, DIGEST, EVERYTHING)
+
+
+def test_the_buffers_and_what_a_step_reads_are_known_before(tied: Model) -> None:
+    source = tied.open(EVERYTHING)
+    sizes = [section.size for section in source.file.sections[1:]]
+    head = source.linear(tied.spec.embedding_name)
+    assert buffer_bytes(source, EVERYTHING) == max(sizes)
+    assert EVERYTHING.stream_buffer_bytes(sizes, head.tile_bytes) == 2 * max(sizes)
+    assert streamed_bytes(source, EVERYTHING) == sum(sizes) + head.tiles.nbytes
+    assert streamed_bytes(source, ResidencyPlan(LAYERS, (1,))) == sizes[1]
+    assert ResidencyPlan(LAYERS).stream_buffer_bytes(sizes, head.tile_bytes) == 0
+
+
+@given(layers=st.lists(st.integers(1, 40), min_size=1, max_size=4), tile=st.integers(1, 300))
+def test_buffers_hold_a_tile_of_the_head_wherever_it_lies(layers: list[int], tile: int) -> None:
+    sizes, tile_bytes = [4096 * n for n in layers], 64 * tile
+    plan = ResidencyPlan(len(layers), (), True)
+    found = plan.buffer_bytes(sizes, tile_bytes)
+    assert found % 4096 == 0
+    assert found >= max(sizes)
+    assert found >= tile_bytes + 4095
+
+
+def test_what_cannot_be_streamed_is_refused(tied: Model, make_tiny_model: Callable[..., Path]) -> None:
+    source = tied.open(None)
+    with pytest.raises(SettingError, match="residency is for 3 layers; the model has 4"):
+        CpuExecutor.from_packed(source, threads=1, residency=ResidencyPlan(3))
+    for timeout in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(SettingError, match="read_timeout is"):
+            CpuExecutor.from_packed(source, threads=1, residency=EVERYTHING, read_timeout=timeout)
+    weights = quantized(load(make_tiny_model("llama", num_hidden_layers=LAYERS)), 4, 64, True, False)
+    with pytest.raises(SettingError, match="file of packed weights"):
+        CpuExecutor.from_packed(FreshlyPacked(weights), threads=1, residency=EVERYTHING)
+    CpuExecutor.from_packed(FreshlyPacked(weights), threads=1, residency=ResidencyPlan(LAYERS)).close()
+
+
+def test_a_stream_that_does_not_match_its_weights_is_refused(tied: Model) -> None:
+    """The kernels check nothing again."""
+    from nybble.runtime.cpu_executor import _config
+
+    source = tied.open(None)
+    executor = CpuExecutor.__new__(CpuExecutor)
+    executor._spec = tied.spec
+    section, head = source.file.layer(1), source.file.ends.tensors[tied.spec.embedding_name]
+    tiles = [section.tensors[linear.name] for linear in tied.spec.linears(1)]
+
+    def built(
+        layers: list[tuple[int, int, int, list[int]]],
+        buffers: int = 2,
+        size: int = 1 << 20,
+        timeout: float = 1.0,
+    ) -> None:
+        builder = _kernels.DecoderBuilder(_config(tied.spec, None))
+        executor._load(builder, source)
+        for layer in layers:
+            builder.stream_layer(*layer)
+        builder.stream_head(head, head)
+        file = _kernels.StreamFile(source.file.descriptor, "name", buffers, size, timeout)
+        _kernels.Decoder(builder, 1, "", file)
+
+    good = (1, section.offset, section.size, tiles)
+    built([good])
+    bad: list[list[tuple[int, int, int, list[int]]]] = [
+        [(LAYERS, *good[1:])],
+        [(-1, *good[1:])],
+        [good, good],
+        [good, (0, *good[1:])],
+        [(1, section.offset + 64, section.size, tiles)],
+        [(1, -4096, section.size, tiles)],
+        [(1, section.offset, section.size - 4096, tiles)],
+        [(1, section.offset, 0, tiles)],
+        [(1, section.offset, 1 << 62, tiles)],
+        [(1, section.offset, section.size, tiles[:6])],
+        [(1, section.offset, section.size, [*tiles[:6], section.offset + section.size])],
+        [(1, section.offset, section.size, [section.offset - 64, *tiles[1:]])],
+    ]
+    for layers in bad:
+        with pytest.raises(ValueError, match=r"layer|section|tiles"):
+            built(layers)
+    for settings_ in ({"buffers": 1}, {"size": section.size - 4096}, {"size": 1 << 60}, {"timeout": 0.0}):
+        with pytest.raises(ValueError, match=r"buffers|buffer_bytes|timeout"):
+            built([good], **settings_)
+    builder = _kernels.DecoderBuilder(_config(tied.spec, None))
+    with pytest.raises(ValueError, match="head has not been set"):
+        builder.stream_head(head, head)
+    with pytest.raises(ValueError, match="lacks a linear layer"):
+        builder.stream_layer(*good)
