@@ -9,7 +9,7 @@ from .memory_plan import SMALLEST_STEP, MemoryPlan, RunSettings
 from .planner import most_sequences
 from .plans import plan_memory
 from .profile import KvDtype
-from .streaming import least_residency, residencies
+from .streaming import residencies
 
 
 def plan_within(
@@ -24,11 +24,12 @@ def plan_within(
     1. sequences at once, down to one; those that find no room wait;
     2. tokens of a step, down to 64: prompts are computed in smaller pieces;
     3. layers in memory: as few are streamed as need be, at equal distances;
-    4. the head in memory, then the third buffer, then tokens of a step again;
+    4. the head in memory, then the third buffer;
     5. the cache's type: `kv_dtypes` are those that may stand for `run.kv`, best first. Only this one changes
        what the model answers.
 
-    What is over holds more sequences, up to `max_sequences`, which is `run.sequences` by default. `run`'s own
+    What is over gives steps more tokens, and then holds more sequences, up to `max_sequences`, which is
+    `run.sequences` by default. `run`'s own
     budget and residency are not looked at. Raises `DoesNotFitError` with the numbers and what would fit where
     the least there is, `smallest_plan`, is too much.
     """
@@ -37,7 +38,7 @@ def plan_within(
     for kv_dtype in (run.kv, *kv_dtypes):
         for smaller in _smaller(replace(run, kv_dtype=kv_dtype)):
             if plan_memory(smaller).fits:
-                plan = most_sequences(smaller, asked)
+                plan = most_sequences(_with_most_tokens(smaller, run.tokens), asked)
                 return replace(plan, concessions=_concessions(plan, run, asked))
     last = _smallest(run, (run.kv, *kv_dtypes)[-1])
     raise DoesNotFitError(f"the model {describe_need(plan_memory(last), at_least=True)}; {advice(last)}")
@@ -54,9 +55,14 @@ def _smaller(run: RunSettings) -> Iterator[RunSettings]:
     steps = _steps(run.tokens)
     yield from (replace(run, token_budget=tokens) for tokens in steps)
     if run.executor == "cpu":
+        run = replace(run, token_budget=steps[-1])
         yield from (replace(run, residency=residency) for residency in residencies(run.spec.num_layers))
-        least = least_residency(run.spec.num_layers)
-        yield from (replace(run, residency=least, token_budget=tokens) for tokens in steps[1:])
+
+
+def _with_most_tokens(run: RunSettings, tokens: int) -> RunSettings:
+    """`run`, which fits, with as many tokens a step as fit, up to `tokens`."""
+    larger = (replace(run, token_budget=each) for each in _steps(tokens))
+    return next((each for each in larger if plan_memory(each).fits), run)
 
 
 def _smallest(run: RunSettings, kv_dtype: KvDtype) -> RunSettings:

@@ -24,10 +24,9 @@ def linear_layout(
 ) -> tuple[TensorLayout, ...]:
     """The four tensors of one quantized linear layer; `stem` is its name without `.weight`."""
     groups = 1 if group_size == -1 else -(-in_features // group_size)
-    words = 32 // bits
     return (
-        TensorLayout(f"{stem}.qweight", "I32", (-(-in_features // words), out_features)),
-        TensorLayout(f"{stem}.qzeros", "I32", (groups, -(-out_features // words))),
+        TensorLayout(f"{stem}.qweight", "I32", (-(-in_features * bits // 32), out_features)),
+        TensorLayout(f"{stem}.qzeros", "I32", (groups, -(-out_features * bits // 32))),
         TensorLayout(f"{stem}.g_idx", "I32", (in_features,)),
         TensorLayout(f"{stem}.scales", "F16", (groups, out_features)),
     )

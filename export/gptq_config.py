@@ -7,6 +7,7 @@ from ..errors import ModelFormatError, UnsupportedModelError
 from ..models.config_reader import shown
 from ..quant.packing import CheckpointFormat
 from ..quant.recipe import Recipe
+from .layer_overrides import LayerOverride, LinearFormat, format_of, read_overrides
 
 # Loaders that refuse a group size which does not divide a layer's input size, by name and reason.
 REFUSES_SHORT_GROUPS = ("vLLM", "SGLang")
@@ -14,13 +15,20 @@ REFUSES_SHORT_GROUPS = ("vLLM", "SGLang")
 
 @dataclass(frozen=True)
 class GptqConfig:
-    """The fields a reader needs; `group_size` is −1 for one group per row."""
+    """The fields a reader needs; `group_size` is −1 for one group per row, `lm_head` says whether the head is
+    quantized, too, and `dynamic` has what differs in single layers."""
 
     bits: int
     group_size: int
     desc_act: bool
     sym: bool
     checkpoint_format: CheckpointFormat
+    lm_head: bool = False
+    dynamic: tuple[LayerOverride, ...] = ()
+
+    def format_of(self, name: str) -> LinearFormat | None:
+        """How a layer is stored, by its name without `.weight`; None where it is not quantized."""
+        return format_of(name, LinearFormat(self.bits, self.group_size), self.dynamic)
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, checkpoint_format: CheckpointFormat = "gptq") -> "GptqConfig":
@@ -48,20 +56,20 @@ class GptqConfig:
         method = data.get("quant_method", data.get("method", "gptq"))
         supported("quant_method", method, "gptq")
         bits, group_size = field("bits", int), field("group_size", int)
-        supported("bits", bits, 4, 8)
-        if group_size != -1 and not 1 <= group_size < 1 << 31:
-            raise ModelFormatError(
-                f"{where}: group_size is {shown(group_size)}; expected -1 or a positive size"
-            )
+        dynamic = read_overrides(data.get("dynamic"), where)
+        for of_layer in (bits, *(x.bits for x in dynamic if x.bits is not None)):
+            supported("bits", of_layer, 2, 3, 4, 8)
+        for size in (group_size, *(x.group_size for x in dynamic if x.group_size is not None)):
+            if size != -1 and not 1 <= size < 1 << 31:
+                raise ModelFormatError(
+                    f"{where}: group_size is {shown(size)}; expected -1 or a positive size"
+                )
         key = "checkpoint_format" if "checkpoint_format" in data else "format"
         checkpoint_format = field(key, str, "gptq")
         supported(key, checkpoint_format, "gptq", "gptq_v2")
         supported("pack_dtype", data.get("pack_dtype", "int32"), "int32")
-        supported("lm_head", field("lm_head", bool, False), False)
-        if data.get("dynamic"):
-            raise UnsupportedModelError(f"{where}: settings per layer (dynamic) are not supported")
         desc_act, sym = field("desc_act", bool, False), field("sym", bool, True)
-        return cls(bits, group_size, desc_act, sym, checkpoint_format)
+        return cls(bits, group_size, desc_act, sym, checkpoint_format, field("lm_head", bool, False), dynamic)
 
     def to_json(self, recipe: Recipe, version: str) -> dict[str, Any]:
         """What `config.json` (as `quantization_config`) and `quantize_config.json` hold."""

@@ -1,34 +1,32 @@
 """Reads a GPTQ checkpoint back as logical tensors: the artifact's half, and what GPTQModel or AutoGPTQ wrote
 in the same layout."""
 
-import weakref
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelFormatError, UnsupportedModelError
 from ..models.config import spec_from_config
 from ..models.config_reader import read_json_object, shown
-from ..models.hf_folder import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE, checked_weight_map
-from ..models.safetensors_file import SafetensorsFile, TensorInfo
 from ..models.spec import LinearSpec, ModelSpec
 from ..quant.packing import QuantizedTensor, from_gptq, gptq_zeros, quantize_head
+from ..quant.packing_narrow import widen_gptq, widened_zeros
 from ..quant.packing_rows import ROW_STEP, MatrixKind, MatrixRows, all_in_the_middle
 from .gptq import linear_layout
 from .gptq_config import GptqConfig
+from .layer_overrides import LinearFormat
+from .shards import FLOATS, Shards
 from .weights import LogicalTensor
-
-FLOATS = ("F16", "BF16", "F32")
 
 
 class GptqWeights:
     """`LogicalWeights` over a folder. Opening checks the configs, the headers, and every tensor's presence,
     dtype and shape; tensors are read when asked for and not kept. Close it, or use it in a `with`.
 
-    The embedding and the head come in the 8-bit form of `packing.quantize_head`.
+    The embedding and the head come in the 8-bit form of `packing.quantize_head`, and so do linear layers that
+    the checkpoint left unquantized. Those of 2 and 3 bits come as 4 bits that stand for the same weights.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,9 +36,11 @@ class GptqWeights:
         config = read_json_object(config_path, str(config_path))
         self.spec: ModelSpec = spec_from_config(config, str(config_path))
         self.gptq_config = read_gptq_config(self.folder, config)
-        self._shards = open_shards(self.folder)
-        # An executor that reads the weights once need not say when it is done.
-        self._close = weakref.finalize(self, _close_all, list(self._shards.values()))
+        if self.gptq_config.lm_head and self.spec.tied_embeddings:
+            raise UnsupportedModelError(
+                f"{config_path}: lm_head is true, but the head is the embedding, which is not quantized"
+            )
+        self._shards = Shards(self.folder)
         try:
             self._check_tensors()
         except BaseException:
@@ -50,24 +50,40 @@ class GptqWeights:
     def tensor(self, name: str) -> LogicalTensor:
         """One of `spec.tensors()`. Raises `ModelFormatError` for another name or damaged content."""
         matrix = self.matrix(name)
-        return self._floats(name) if matrix is None else matrix.whole()
+        return self._shards.floats(name) if matrix is None else matrix.whole()
 
     def matrix(self, name: str) -> MatrixRows | None:
         """Raises as `tensor` does, and so do its parts."""
         if name not in self._shapes:
             raise ModelFormatError(f"{self.folder}: the model has no tensor {shown(name)}")
-        if name in self._linears:
-            return self._quantized(name)
-        if name not in (self.spec.embedding_name, self.spec.head_name):
+        if len(self._shapes[name]) < 2:
             return None
+        stored = self.format_of(name)
+        if name in self._linears and stored is not None:
+            return self._quantized(name, stored)
+        quantized = None if stored is None else self._quantized(name, stored)
 
         def read(begin: int, end: int) -> QuantizedTensor:
-            return quantize_head(self._floats(name, (begin, end)), name)
+            if quantized is None:
+                return quantize_head(self._shards.floats(name, (begin, end)), name)
+            return quantize_head(quantized.read(begin, end).dequantize(), name)
 
         return MatrixRows.of_head(self._shapes[name], read)
 
+    def format_of(self, name: str) -> LinearFormat | None:
+        """How a tensor of two dimensions is stored; None where it is not quantized."""
+        config = self.gptq_config
+        if name in self._linears or (config.lm_head and name == self.spec.head_name):
+            return config.format_of(name.removesuffix(".weight"))
+        return None
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files that hold the tensors."""
+        return self._shards.paths
+
     def close(self) -> None:
-        self._close()
+        self._shards.close()
 
     def __enter__(self) -> "GptqWeights":
         return self
@@ -84,68 +100,57 @@ class GptqWeights:
         layers = range(self.spec.num_layers)
         return {linear.name: linear for layer in layers for linear in self.spec.linears(layer)}
 
-    def _floats(self, name: str, rows: tuple[int, int] | None = None) -> NDArray[np.float32]:
-        shard = self._shard(name)
-        values = shard.float32(name, rows)
-        # Both are NaN if one value is; unlike isfinite over the array, they take no memory.
-        if not (np.isfinite(values.min()) and np.isfinite(values.max())):
-            raise ModelFormatError(f"{shard.where}: tensor {shown(name)} holds NaN or infinity")
-        return values
-
-    def _quantized(self, name: str) -> MatrixRows:
+    def _quantized(self, name: str, stored: LinearFormat) -> MatrixRows:
         """The format has a weight's outputs as columns."""
-        stem, linear, config = name.removesuffix(".weight"), self._linears[name], self.gptq_config
-        out, per_word = linear.out_features, 32 // config.bits
+        stem, (out, columns), shards = name.removesuffix(".weight"), self._shapes[name], self._shards
         qweight, qzeros, scales, g_idx = (f"{stem}.{x}" for x in ("qweight", "qzeros", "scales", "g_idx"))
-        groups = self._shard(g_idx).raw(g_idx) if g_idx in self._shards else None
+        groups = shards.raw(g_idx) if g_idx in shards else None
+        bits, checkpoint_format = stored.bits, self.gptq_config.checkpoint_format
+
+        def words(begin: int, end: int) -> tuple[NDArray[Any], NDArray[Any]]:
+            """Of `qweight` and `qzeros`, in 4 or 8 bits."""
+            of_weight = shards.columns(qweight, begin, end)
+            of_zeros = shards.columns(qzeros, begin * bits // 32, -(-end * bits // 32))
+            if bits >= 4:
+                return of_weight, of_zeros
+            return widen_gptq(
+                of_weight,
+                of_zeros,
+                bits=bits,
+                out_features=end - begin,
+                in_features=columns,
+                checkpoint_format=checkpoint_format,
+            )
 
         def read(begin: int, end: int) -> QuantizedTensor:
             return from_gptq(
-                self._shard(qweight).columns(qweight, begin, end),
-                self._shard(qzeros).columns(qzeros, begin // per_word, -(-end // per_word)),
-                self._shard(scales).columns(scales, begin, end),
+                *words(begin, end),
+                shards.columns(scales, begin, end),
                 groups,
-                bits=config.bits,
-                group_size=config.group_size,
-                checkpoint_format=config.checkpoint_format,
-                in_features=linear.in_features,
-                name=f"{self._shard(qweight).where}: {stem}",
+                bits=max(4, bits),
+                group_size=stored.group_size,
+                checkpoint_format=checkpoint_format if bits >= 4 else "gptq_v2",
+                in_features=columns,
+                name=f"{shards.file(qweight).where}: {stem}",
             )
 
         some = read(0, min(ROW_STEP, out))
-        zeros = gptq_zeros(self._shard(qzeros).raw(qzeros), out, config.bits, config.checkpoint_format)
-        kind: MatrixKind = "symmetric" if all_in_the_middle(zeros, config.bits) else "zeros"
-        return MatrixRows(out, linear.in_features, config.bits, some.group_size, kind, some.permutation, read)
-
-    def _shard(self, name: str) -> SafetensorsFile:
-        shard = self._shards.get(name)
-        if shard is None:
-            raise ModelFormatError(f"{self.folder}: tensor {shown(name)} is missing from the GPTQ checkpoint")
-        return shard
+        zeros_of = gptq_zeros if bits >= 4 else widened_zeros
+        zeros = zeros_of(shards.raw(qzeros), out, bits, checkpoint_format)
+        kind: MatrixKind = "symmetric" if all_in_the_middle(zeros, some.bits) else "zeros"
+        return MatrixRows(out, columns, some.bits, some.group_size, kind, some.permutation, read)
 
     def _check_tensors(self) -> None:
-        config = self.gptq_config
         for name, shape in self._shapes.items():
-            if name not in self._linears:
-                self._check(name, FLOATS, shape)
+            stored = self.format_of(name)
+            if stored is None:
+                self._shards.check(name, FLOATS, shape)
                 continue
-            stem = name.removesuffix(".weight")
-            for part in linear_layout(stem, shape[0], shape[1], config.bits, config.group_size):
+            why = f" for {stored.bits} bits and group size {stored.group_size}"
+            stem, (out, columns) = name.removesuffix(".weight"), shape
+            for part in linear_layout(stem, out, columns, stored.bits, stored.group_size):
                 if not part.name.endswith(".g_idx") or part.name in self._shards:
-                    self._check(part.name, (part.dtype,), part.shape)
-
-    def _check(self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
-        shard = self._shard(name)
-        info: TensorInfo = shard.tensors[name]
-        if info.shape != shape:
-            raise ModelFormatError(
-                f"{shard.where}: tensor {shown(name)} is {list(info.shape)}, expected {list(shape)} "
-                f"for {self.gptq_config.bits} bits and group size {self.gptq_config.group_size}"
-            )
-        if info.dtype not in dtypes:
-            raise UnsupportedModelError(
-                f"{shard.where}: tensor {shown(name)} is {info.dtype}, expected {' or '.join(dtypes)}"
-            )
+                    self._shards.check(part.name, (part.dtype,), part.shape, why)
 
 
 def read_gptq_config(folder: Path, config: dict[str, Any]) -> GptqConfig:
@@ -166,32 +171,3 @@ def read_gptq_config(folder: Path, config: dict[str, Any]) -> GptqConfig:
         if values[0] != values[-1]:
             raise ModelFormatError(f"{path}: {name} is {values[-1]}; config.json says {values[0]}")
     return found[0]
-
-
-def open_shards(folder: Path) -> dict[str, SafetensorsFile]:
-    """Opens `model.safetensors`, or the files its index names: tensor name to opened file."""
-    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    if single.exists():
-        file = SafetensorsFile(single)
-        return dict.fromkeys(file.tensors, file)
-    if not index.exists():
-        raise ModelFormatError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
-    shard_of = checked_weight_map(read_json_object(index, str(index), MAX_INDEX_BYTES), index)
-    files: dict[str, SafetensorsFile] = {}
-    try:
-        for name in sorted(set(shard_of.values())):
-            files[name] = SafetensorsFile(folder / name)
-        for tensor, name in shard_of.items():
-            if tensor not in files[name].tensors:
-                raise ModelFormatError(
-                    f"{folder / name}: tensor {shown(tensor)} is missing, but {INDEX_FILE} says it is there"
-                )
-    except BaseException:
-        _close_all(list(files.values()))
-        raise
-    return {tensor: files[name] for tensor, name in shard_of.items()}
-
-
-def _close_all(files: list[SafetensorsFile]) -> None:
-    for file in files:
-        file.close()

@@ -51,10 +51,10 @@ class HfFolder:
         if self._config.get("quantization_config"):
             raise UnsupportedModelError(
                 f"{config_path}: has a quantization_config, so the weights are quantized already; "
-                "give the original model"
+                "give the original model, or run it as it is"
             )
         self._spec = spec_from_config(self._config, str(config_path))
-        self._generation_config = self._read_generation_config()
+        self._generation_config = read_generation_config(folder, self._config)
         regular_file_size(folder / "tokenizer.json", str(folder / "tokenizer.json"))
         self._shards: dict[str, SafetensorsFile] = {}
         try:
@@ -82,11 +82,7 @@ class HfFolder:
     def tokenizer_files(self) -> Mapping[str, bytes]:
         """`tokenizer.json`, and `tokenizer_config.json` and `chat_template.jinja` where they are. Raises
         `ModelFormatError`."""
-        return {
-            name: read_bounded(self._folder / name, str(self._folder / name), MAX_TOKENIZER_BYTES)
-            for name in TOKENIZER_FILES
-            if os.path.exists(self._folder / name)
-        }
+        return read_tokenizer_files(self._folder)
 
     @cached_property
     def digest(self) -> str:
@@ -133,21 +129,6 @@ class HfFolder:
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return self._spec.tensors()
-
-    def _read_generation_config(self) -> dict[str, Any]:
-        path = self._folder / "generation_config.json"
-        generation = read_json_object(path, str(path)) if os.path.exists(path) else {}
-        for key in GENERATION_KEYS:
-            if generation.get(key) is None and self._config.get(key) is not None:
-                generation[key] = self._config[key]
-        stops = generation.get("eos_token_id")
-        listed = stops if isinstance(stops, list) else [] if stops is None else [stops]
-        if not all(type(stop) is int and stop >= 0 for stop in listed):
-            where = path if os.path.exists(path) else self._folder / "config.json"
-            raise ModelFormatError(
-                f"{where}: eos_token_id is {shown(stops)}, expected a token id or a list of them"
-            )
-        return generation
 
     def _open_weights(self) -> dict[str, str]:
         """Opens the files; tensor name to file name."""
@@ -221,3 +202,31 @@ def checked_weight_map(index: dict[str, Any], path: Path) -> dict[str, str]:
     if len(set(weight_map.values())) > MAX_SHARDS:
         raise ModelFormatError(f"{path}: names more than {MAX_SHARDS} files")
     return weight_map
+
+
+def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """`tokenizer.json`, and `tokenizer_config.json` and `chat_template.jinja` where they are. Raises
+    `ModelFormatError`."""
+    return {
+        name: read_bounded(folder / name, str(folder / name), MAX_TOKENIZER_BYTES)
+        for name in TOKENIZER_FILES
+        if os.path.exists(folder / name)
+    }
+
+
+def read_generation_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """`generation_config.json`, parsed, with the stop tokens of the parsed `config.json` where it has none.
+    Raises `ModelFormatError`."""
+    path = folder / "generation_config.json"
+    generation = read_json_object(path, str(path)) if os.path.exists(path) else {}
+    for key in GENERATION_KEYS:
+        if generation.get(key) is None and config.get(key) is not None:
+            generation[key] = config[key]
+    stops = generation.get("eos_token_id")
+    listed = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if not all(type(stop) is int and stop >= 0 for stop in listed):
+        where = path if os.path.exists(path) else folder / "config.json"
+        raise ModelFormatError(
+            f"{where}: eos_token_id is {shown(stops)}, expected a token id or a list of them"
+        )
+    return generation

@@ -11,8 +11,8 @@ from .packing import HEAD_BITS, HEAD_GROUP_SIZE, QuantizedTensor, row_blocks
 from .packing_nf4 import Nf4Tensor
 
 # A range of rows begins at a multiple of this: what the kernels' tiles and GPTQ's words of zero points hold
-# together is not cut.
-ROW_STEP = 16
+# together, 32 of them in three words of 3 bits, is not cut.
+ROW_STEP = 32
 # Of a piece: what is made of them takes some ten bytes each.
 PIECE_ELEMENTS = 1 << 20
 

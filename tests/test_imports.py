@@ -19,7 +19,9 @@ PACKAGES = {
         for room in ("models", "quant", "export", "kvcache", "devices", "runtime")
     },
 }
-PACKING = ("quant.packing", "quant.packing_ggml", "quant.packing_nf4", "quant.packing_rows")  # numpy only
+PACKING = tuple(  # numpy only
+    f"quant.packing{kind}" for kind in ("", "_awq", "_ggml", "_narrow", "_nf4", "_rows")
+)
 # DESIGN's table. A name covers what is inside it; every room may import itself and what ANYONE lists.
 MAY_IMPORT = {
     "models": (),

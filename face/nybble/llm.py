@@ -21,9 +21,9 @@ from .streams import TokenStream
 
 
 class LLM:
-    """A model, opened from an artifact folder or a GGUF file and run in this process. A GGUF file runs on our
-    own kernels, at its own bits in Q4_0, Q4_1 and Q8_0 and else in 8; the alias `smollm2` names one where
-    there is no such path.
+    """A model, opened from an artifact folder, a GPTQ or AWQ checkpoint, or a GGUF file, and run in this
+    process. A GGUF file runs on our own kernels, at its own bits in Q4_0, Q4_1 and Q8_0 and else in 8; the
+    alias `smollm2` names one where there is no such path.
 
     - `device`: "auto", or a device profile by name or file; it decides threads, memory, context and cache.
     - `executor`: "cpu", our own kernels, the same bits whatever else runs; "ort", ONNX Runtime; "auto" is the

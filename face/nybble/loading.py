@@ -29,7 +29,7 @@ from .devices import (
 )
 from .errors import ModelFormatError, SettingError
 from .kvcache import FileStore
-from .runnable import Runnable, RunnableArtifact, open_runnable
+from .runnable import Runnable, RunnableArtifact, RunnableCheckpoint, open_runnable
 from .runtime.executor import Executor, KvDtype
 from .runtime.speculation import Speculator
 from .runtime.tokenizer import Tokenizer
@@ -130,7 +130,7 @@ def load(
             give_back_freed_memory()
             opened = (
                 _open_ort(model, profile, providers, threads)
-                if kind == "ort" and isinstance(model, RunnableArtifact)
+                if kind == "ort" and isinstance(model, RunnableArtifact | RunnableCheckpoint)
                 else _open_cpu(model, threads, plan, cache, scratch)
             )
         try:
@@ -236,12 +236,17 @@ def _with_options(
 
 
 def _open_ort(
-    model: RunnableArtifact, profile: DeviceProfile, providers: Sequence[str] | None, threads: int
+    model: RunnableArtifact | RunnableCheckpoint,
+    profile: DeviceProfile,
+    providers: Sequence[str] | None,
+    threads: int,
 ) -> Executor:
     from .runtime.ort_executor import OrtExecutor
     from .runtime.ort_session import ort
 
     chosen = _with_options(profile, providers, ort.get_available_providers())
+    if isinstance(model, RunnableCheckpoint):
+        return OrtExecutor.from_weights(model.weights, providers=chosen, threads=threads)
     artifact = model.artifact
     if model.half == "onnx":
         return OrtExecutor.from_file(artifact.onnx_path, providers=chosen, threads=threads)

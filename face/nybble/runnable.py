@@ -1,4 +1,5 @@
-"""What can be run: an artifact folder, or a GGUF file at its own bits."""
+"""What can be run: an artifact folder, a GPTQ or AWQ checkpoint that somebody else made, or a GGUF file, the
+latter two at their own bits."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -8,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import ModelFormatError, SettingError
 from .export.artifact import Artifact, open_artifact
+from .export.foreign import ForeignCheckpoint, is_foreign
+from .export.manifest import MANIFEST_NAME
 from .models.open import ALIASES, open_source
 from .models.spec import ModelSpec
 from .quant.recipe import Recipe
@@ -68,14 +71,21 @@ class Runnable(Protocol):
 
 
 def open_runnable(path: str | Path, format: str, executor: "ExecutorKind") -> Runnable:
-    """Opens an artifact folder or a GGUF file; an alias is one where there is no such path. Raises
-    `ModelFormatError`, and `SettingError` for a GGUF file with another executor or a format."""
+    """Opens an artifact folder, a quantized checkpoint or a GGUF file; an alias is one where there is no such
+    path. Raises `ModelFormatError`, and `SettingError` for what is no artifact with a format, or a GGUF file
+    with another executor."""
     if os.path.isfile(path):
         name: str | Path = Path(path)
     elif str(path) in ALIASES and not os.path.exists(path):
         name = str(path)
     elif Path(path).suffix == ".gguf" and not os.path.lexists(path):
         raise ModelFormatError(f"{path}: no such file")
+    elif not Path(path, MANIFEST_NAME).exists() and is_foreign(Path(path)):
+        if format == "onnx":
+            raise SettingError(
+                f"{path}: format is 'onnx', but the folder is a checkpoint without ONNX graphs"
+            )
+        return RunnableCheckpoint(ForeignCheckpoint(Path(path)))
     else:
         artifact = open_artifact(path, format)
         return RunnableArtifact(artifact, artifact.chosen(format, "gptq" if executor == "cpu" else "onnx"))
@@ -116,6 +126,45 @@ class RunnableArtifact:
 
     def close(self) -> None:
         pass
+
+
+class RunnableCheckpoint:
+    """A quantized Hugging Face folder. Its packed weights are kept in the user's cache folder."""
+
+    half: "Half" = "gptq"
+
+    def __init__(self, checkpoint: ForeignCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self.weights: LogicalWeights = checkpoint.weights
+        self.recipe = checkpoint.recipe
+        self.spec = checkpoint.spec
+        self.config = checkpoint.config
+        self.generation_config = checkpoint.generation_config
+        self.digest = checkpoint.digest
+
+    @property
+    def tokenizer_files(self) -> Mapping[str, bytes]:
+        return self._checkpoint.tokenizer_files
+
+    @property
+    def linear_bytes(self) -> tuple[int, ...]:
+        from .runtime.packed_weights import Packing
+
+        found = []
+        for layer in range(self.spec.num_layers):
+            for linear in self.spec.linears(layer):
+                matrix = self.weights.matrix(linear.name)
+                assert matrix is not None  # all linear layers are quantized, or rounded to 8 bits
+                packing = Packing(matrix, f"tensor {linear.name}")
+                order = packing.permutation
+                found.append(packing.nbytes + (0 if order is None else order.nbytes))
+        return tuple(found)
+
+    def packed(self, cache: bool, residency: "ResidencyPlan", scratch: Path) -> "PackedSource":
+        return _packed(None, self.digest, self.spec, lambda: self.weights, cache, residency, scratch)
+
+    def close(self) -> None:
+        self._checkpoint.close()
 
 
 class RunnableGguf:

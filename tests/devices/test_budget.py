@@ -66,7 +66,7 @@ def test_steps_become_smaller_before_layers_are_streamed() -> None:
 
 
 def test_as_few_layers_are_streamed_as_need_be_at_equal_distances() -> None:
-    budget = plan_memory(replace(RUN, residency=ResidencyPlan.spread(30, 12))).total
+    budget = plan_memory(replace(RUN, residency=ResidencyPlan.spread(30, 12), token_budget=64)).total
     plan = plan_within(RUN, budget)
     layers = plan.residency.streamed_layers
     assert len(layers) == 12

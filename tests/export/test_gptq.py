@@ -120,7 +120,8 @@ def test_the_reader_finds_tensors_in_shards(rtn_model: Callable[..., QuantizedMo
 
 
 CONFIG_MISTAKES = [
-    ({"bits": 3}, "bits is 3"),
+    ({"bits": 5}, "bits is 5"),
+    ({"bits": 3}, "qweight"),
     ({"bits": "4"}, "bits is '4'"),
     ({"bits": True}, "bits is True"),
     ({"bits": 8}, "qweight"),  # the tensors are of 4 bits
@@ -129,9 +130,9 @@ CONFIG_MISTAKES = [
     ({"group_size": 1 << 70}, "group_size"),
     ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
     ({"quant_method": "awq"}, "quant_method is 'awq'"),
-    ({"lm_head": True}, "lm_head is True"),
+    ({"lm_head": 1}, "lm_head is 1"),
     ({"desc_act": "no"}, "desc_act is 'no'"),
-    ({"dynamic": {"-:.*mlp.*": {}}}, "dynamic"),
+    ({"dynamic": {"-:.*mlp.*": {}}}, "mlp"),  # its layers are quantized
 ]
 
 

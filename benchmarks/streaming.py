@@ -1,0 +1,186 @@
+"""Decoding with weights that are read from the disk in every step, against what bounds it.
+
+    python benchmarks/streaming.py ARTIFACT --threads 2
+
+Half of an artifact's weights streamed: tokens a second against the lesser of what the same model reaches with
+all of them in memory, and of the rate at which a plain loop reads the same bytes of the same file; eight
+sequences against one. Then a model of 1.5 billion random weights under a memory limit, its resident memory
+watched from outside: in a control group where one can be made. Bounds and steps are measured by turns in each
+round, since disks change their speed; figures are medians over the rounds.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from large_model import SPEC, write
+from machine import busy_between, machine
+from streaming_runs import open_executor, read_rate, step_seconds
+
+from nybble.devices.residency import ResidencyPlan
+from nybble.export.artifact import open_artifact
+from nybble.runtime.packed_cache import build_packed
+from nybble.runtime.packed_weights import FreshlyPacked
+from nybble.runtime.streaming import streamed_bytes
+
+HERE = Path(__file__).parent
+SHARE_GOAL, EIGHT_GOAL = 0.85, 1.3
+BUDGET = 500_000_000  # bytes of the large model's process
+OTHERS = 100_000_000  # of it for Python, the cache, what a step writes: not weights
+GROUPS = Path("/sys/fs/cgroup/memory")
+
+
+def half(artifact: Path, threads: int, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """An artifact with half of its weights streamed."""
+    opened, file = open_artifact(artifact, "gptq"), folder / "artifact" / "packed.bin"
+    spec = opened.spec
+    build_packed(file, FreshlyPacked(opened.weights("gptq")), opened.digest)
+    everything = ResidencyPlan(spec.num_layers)
+    source, resident = open_executor(file, spec, opened.digest, everything, threads, 8)
+    for count in range(1, spec.num_layers + 1):
+        plan = ResidencyPlan.spread(spec.num_layers, count)
+        if streamed_bytes(source, plan) >= resident.weight_bytes / 2:
+            break
+    _, streamed = open_executor(file, spec, opened.digest, plan, threads, 8)
+    read = streamed_bytes(source, plan)
+    found = []
+    for _ in range(rounds):
+        rates = [read_rate(source, plan, 5)]
+        one = step_seconds(streamed, 1, steps)
+        eight = step_seconds(streamed, 8, steps)
+        rates.append(read_rate(source, plan, 5))
+        found.append(
+            {
+                "resident": step_seconds(resident, 1, steps),
+                "disk": read / statistics.mean(rates),
+                "one": one,
+                "eight": eight,
+            }
+        )
+    return {
+        "artifact": artifact.name,
+        "weight_bytes": resident.weight_bytes,
+        "streamed_bytes": read,
+        "streamed_layers": len(plan.streamed_layers),
+        "rounds": found,
+        "share_of_bound": statistics.median(max(x["resident"], x["disk"]) / x["one"] for x in found),
+        "eight_over_one": statistics.median(x["eight"] / x["one"] for x in found),
+    }
+
+
+def limited(pid: int, limit: int) -> Path | None:
+    """A control group with this memory limit that holds the process; None where there can be none."""
+    group = GROUPS / f"nybble-streaming-{pid}"
+    with suppress(OSError):
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(limit))
+        (group / "cgroup.procs").write_text(str(pid))
+        return group
+    return None
+
+
+def peak_of(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
+    return 1024 * int(line.split()[1])
+
+
+def large(threads: int, steps: int, folder: Path) -> dict[str, Any]:
+    """The large model in a process that may take `BUDGET`."""
+    file = folder / "large" / "packed.bin"
+    write(file)
+    size = file.stat().st_size
+    layer = (size - SPEC.vocab_size * SPEC.hidden_size * 17 // 16) // SPEC.num_layers
+    resident = (BUDGET - OTHERS) // layer - ResidencyPlan(SPEC.num_layers).buffers
+    child = [sys.executable, str(HERE / "streaming_child.py"), str(file), str(threads), str(steps)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [*child, str(SPEC.num_layers - resident)], stdin=pipe, stdout=pipe, text=True
+    ) as running:
+        group = limited(running.pid, BUDGET * 11 // 10)
+        assert running.stdout is not None
+        line = running.stdout.readline()
+        if not line:
+            raise SystemExit("the large model's process ended before its figures")
+        peak = peak_of(running.pid)
+        running.communicate("")
+    if group is not None:
+        for _ in range(20):
+            with suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.1)
+    file.unlink()
+    found = json.loads(line)
+    return {
+        "weights": sum(a * b for a, b in (shape for shape in SPEC.tensors().values() if len(shape) == 2)),
+        "file_bytes": size,
+        "streamed_layers": SPEC.num_layers - resident,
+        "streamed_bytes": found["streamed_bytes"],
+        "budget": BUDGET,
+        "control_group": group is not None,
+        "peak_resident_bytes": peak,
+        "rounds": [{"disk": disk, "one": one} for disk, one in found["rounds"]],
+        "share_of_bound": statistics.median(disk / one for disk, one in found["rounds"]),
+        "tokens_per_second": 1 / statistics.median(one for _, one in found["rounds"]),
+    }
+
+
+def main() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--part", choices=("half", "large"), help="only this one")
+    parser.add_argument("--folder", type=Path, help="where files of packed weights are made, 1 GB")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "streaming.json")
+    arguments = parser.parse_args()
+    report: dict[str, Any] = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+    report |= {
+        "command": f"python benchmarks/streaming.py {arguments.artifact.name} --threads {arguments.threads}",
+        "machine": machine(),
+        "threads": arguments.threads,
+        "busy_before": busy_between(),
+    }
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        if arguments.part != "large":
+            (folder / "artifact").mkdir()
+            report["half"] = half(
+                arguments.artifact, arguments.threads, arguments.steps, arguments.rounds, folder
+            )
+        if arguments.part != "half":
+            (folder / "large").mkdir()
+            report["large"] = large(arguments.threads, max(1, arguments.steps // 10), folder)
+    table = Table("", "found", "goal")
+    if (found := report.get("half")) is not None:
+        for name in ("resident", "disk", "one", "eight"):
+            seconds = statistics.median(x[name] for x in found["rounds"])
+            table.add_row(f"half streamed: {name}, ms a step", f"{seconds * 1e3:.1f}", "")
+        table.add_row("share of the bound", f"{found['share_of_bound']:.1%}", f"{SHARE_GOAL:.0%}")
+        table.add_row("a step of eight over one", f"{found['eight_over_one']:.2f}", f"{EIGHT_GOAL}")
+    if (found := report.get("large")) is not None:
+        table.add_row("1.5 billion weights: tokens a second", f"{found['tokens_per_second']:.2f}", "")
+        table.add_row("share of the bound", f"{found['share_of_bound']:.1%}", f"{SHARE_GOAL:.0%}")
+        peak = found["peak_resident_bytes"]
+        table.add_row("peak resident memory, MB", f"{peak / 1e6:.0f}", f"{BUDGET / 1e6:.0f}")
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Decode steps with streamed weights, and what bounds them: for `streaming.py` and its child."""
+
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from nybble.devices.residency import ResidencyPlan
+from nybble.models.spec import ModelSpec
+from nybble.runtime.batch import Batch
+from nybble.runtime.cpu_executor import PAGE_SIZE, CpuExecutor
+from nybble.runtime.packed_cache import open_packed
+from nybble.runtime.packed_file import MappedWeights
+
+CONTEXT = 64  # tokens before each step; the cache's zeros take as long as any
+PIECE = 1 << 20  # bytes of a plain read, as many as the stream's
+
+
+def open_executor(
+    file: Path, spec: ModelSpec, digest: str, residency: ResidencyPlan, threads: int, sequences: int
+) -> tuple[MappedWeights, CpuExecutor]:
+    """An executor with a cache for so many sequences."""
+    source = open_packed(file, spec, digest, residency)
+    executor = CpuExecutor.from_packed(source, threads=threads, max_position=1024, residency=residency)
+    executor.allocate_kv(sequences * (CONTEXT // PAGE_SIZE + 1), PAGE_SIZE, "f16")
+    executor.reserve(sequences, sequences)
+    return source, executor
+
+
+def decode_batch(spec: ModelSpec, sequences: int) -> Batch:
+    """A token each of so many sequences."""
+    groups, pages = len(spec.window_groups), CONTEXT // PAGE_SIZE + 1
+    table = np.arange(sequences * pages, dtype=np.int32).reshape(sequences, pages)
+    slots = table[:, -1] * PAGE_SIZE
+    return Batch(
+        token_ids=np.arange(sequences, dtype=np.int32) * 997 % spec.vocab_size,
+        cu_seqlens=np.arange(sequences + 1, dtype=np.int32),
+        past_lens=np.full(sequences, CONTEXT, np.int32),
+        block_table=np.tile(table, (groups, 1, 1)),
+        slot_mapping=np.tile(slots, (groups, 1)),
+        logit_rows=np.arange(sequences, dtype=np.int32),
+    )
+
+
+def step_seconds(executor: CpuExecutor, sequences: int, steps: int) -> float:
+    """Seconds of a decode step, after some that warm up."""
+    batch = decode_batch(executor.spec, sequences)
+    for _ in range(3):
+        executor.step(batch)
+    start = time.perf_counter()
+    for _ in range(steps):
+        executor.step(batch)
+    return (time.perf_counter() - start) / steps
+
+
+def read_rate(source: MappedWeights, residency: ResidencyPlan, passes: int) -> float:
+    """Bytes a second at which a plain loop reads what the plan streams, past the page cache."""
+    descriptor = os.open(source.file.path, os.O_RDONLY | os.O_DIRECT)
+    buffer = memoryview(mmap.mmap(-1, PIECE))
+    start, total = time.perf_counter(), 0
+    for _ in range(passes):
+        for offset, size in _pieces(source, residency):
+            total += os.preadv(descriptor, [buffer[:size]], offset)
+    seconds = time.perf_counter() - start
+    os.close(descriptor)
+    return total / seconds
+
+
+def _pieces(source: MappedWeights, residency: ResidencyPlan) -> Iterator[tuple[int, int]]:
+    sections = [source.file.layer(layer) for layer in residency.streamed_layers]
+    sections += [source.file.ends] if residency.streamed_head else []
+    for section in sections:
+        end = section.offset + section.size
+        yield from ((at, min(PIECE, end - at)) for at in range(section.offset, end, PIECE))
