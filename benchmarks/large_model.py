@@ -8,6 +8,7 @@ import numpy as np
 from nybble.export.weights import LogicalTensor
 from nybble.models.spec import ModelSpec, RopeSpec
 from nybble.quant.packing import HEAD_GROUP_SIZE, QuantizedTensor
+from nybble.quant.packing_rows import MatrixRows
 from nybble.runtime.packed_cache import build_packed
 from nybble.runtime.packed_weights import FreshlyPacked
 
@@ -46,7 +47,12 @@ class RandomWeights:
         scales = np.full((rows, columns // group), columns**-0.5 * 2.0 ** (2 - bits), np.float16)
         return QuantizedTensor(packed, scales, None, bits, group, columns)
 
+    def matrix(self, name: str) -> MatrixRows | None:
+        tensor = self.tensor(name)
+        return MatrixRows.of(tensor) if isinstance(tensor, QuantizedTensor) else None
+
 
 def write(file: Path) -> None:
-    """The model's file of packed weights."""
+    """The model's file of packed weights, in a folder that is made for it."""
+    file.parent.parent.mkdir(parents=True, exist_ok=True)
     build_packed(file, FreshlyPacked(RandomWeights()), DIGEST)

@@ -23,21 +23,23 @@ from seeded_models import write_tokenizer
 HERE = Path(__file__).parent
 SHARE, BYTES, SPEED = 0.05, 15_000_000, 0.2
 
-# Model, context, sequences, cache type, whether from the packed file.
+# Model, context, sequences, cache type, whether packed weights are kept, whether all are streamed.
 MEMORY = [
-    ("artifact", 1024, 1, "f16", True),
-    ("artifact", 1024, 1, "f16", False),
-    ("artifact", 2048, 4, "int8", True),
-    ("artifact", 3000, 1, "f32", True),
-    ("smollm2", 1024, 1, "f16", True),
-    ("smollm2", 1024, 2, "int8", False),
-    ("seeded-360m", 1024, 4, "f16", True),
-    ("seeded-untied", 512, 1, "f16", True),
-    ("seeded-untied", 2048, 2, "int8", True),
-    ("seeded-0.5b", 1024, 2, "f16", True),
-    ("seeded-0.5b", 512, 4, "f32", True),
-    ("seeded-1.5b", 256, 1, "f16", True),
-    ("seeded-1.5b", 1024, 2, "int8", True),
+    ("artifact", 1024, 1, "f16", True, False),
+    ("artifact", 1024, 1, "f16", False, False),
+    ("artifact", 2048, 4, "int8", True, False),
+    ("artifact", 3000, 1, "f32", True, False),
+    ("artifact", 1024, 1, "f16", True, True),
+    ("smollm2", 1024, 1, "f16", True, False),
+    ("smollm2", 512, 1, "f16", True, True),
+    ("seeded-360m", 1024, 2, "f16", True, False),
+    ("seeded-untied", 512, 1, "f16", True, False),
+    ("seeded-untied", 512, 2, "int8", True, True),
+    ("seeded-0.5b", 512, 2, "f16", True, False),
+    ("seeded-0.5b", 256, 1, "f32", True, False),
+    ("seeded-1.5b", 256, 1, "f16", True, False),
+    ("seeded-1.5b", 512, 1, "int8", True, False),
+    ("seeded-1.5b", 512, 1, "f16", True, True),
 ]
 # Model, sequences, cache type, lengths.
 SPEEDS = [
@@ -95,13 +97,14 @@ def memory(
     from rich.table import Table
 
     rows = [row for row in before if only and row["model"] not in only]
-    for model, context, sequences, kv_dtype, cache in MEMORY:
+    for model, context, sequences, kv_dtype, cache, streamed in MEMORY:
         if only and model not in only:
             continue
         case = {"context": context, "sequences": sequences, "kv_dtype": kv_dtype, "cache": cache}
+        case["streamed"] = streamed
         asked = {"measure": "memory", "model": names.get(model, model)}
         rows.append({"model": model, **case, **child(asked | case | shared)})
-    table = Table("model", "context", "sequences", "cache", "packed file", "planned", "measured", "more", "")
+    table = Table("model", "context", "sequences", "cache", "weights", "planned", "measured", "more", "")
     for row in rows:
         over = row["planned"] - row["peak"]
         table.add_row(
@@ -109,7 +112,7 @@ def memory(
             str(row["context"]),
             str(row["sequences"]),
             row["kv_dtype"],
-            "yes" if row["cache"] else "no",
+            "streamed" if row["streamed"] else "from a file" if row["cache"] else "packed",
             f"{row['planned'] / 1e6:.0f} MB",
             f"{row['peak'] / 1e6:.0f} MB",
             f"{over / row['peak']:+.1%}",

@@ -2,7 +2,7 @@
 
 Takes the case as JSON: `measure` ("memory" or "speed"), `model` (a path, an alias or a seeded model's name),
 `tokenizer` (the folder with a seeded model's), `context`, `sequences`, `kv_dtype`, `threads`, and for memory
-`cache`, for speed `lengths`. Little is imported, since that counts as memory.
+`cache` and `streamed`, for speed `lengths`. Little is imported, since that counts as memory.
 """
 
 import json
@@ -26,8 +26,9 @@ from nybble.devices import (
     measure_limits,
     peak_resident_bytes,
     plan_memory,
+    smallest_plan,
 )
-from nybble.devices.memory_plan import TOKENIZER_PER_TOKEN
+from nybble.devices.memory_plan import TOKENIZER_PER_TOKEN, TOKENIZING_PER_TOKEN
 from nybble.devices.prediction import Roofline
 from nybble.runnable import Runnable, open_runnable
 from nybble.runtime.statistics import StepStatistics
@@ -50,7 +51,8 @@ def main() -> None:
 
 
 def open_llm(case: Case, **settings: Any) -> LLM:
-    settings |= {"kv_dtype": case["kv_dtype"], "threads": case["threads"], "memory_budget": "16GB"}
+    settings = {"memory_budget": "16GB"} | settings
+    settings |= {"kv_dtype": case["kv_dtype"], "threads": case["threads"]}
     settings |= {"max_model_len": case["context"], "max_sequences": case["sequences"]}
     return LLM(case["model"], DEVICE, "cpu", **settings)
 
@@ -62,10 +64,15 @@ def planned(case: Case, opened: Any) -> tuple[RunSettings, MemoryPlan]:
             sequences=case["sequences"], kv_dtype=case["kv_dtype"], threads=case["threads"], half=model.half,
             linear_bytes=model.linear_bytes,
         )  # fmt: skip
-    plan = plan_memory(run)
-    if case["model"] in MODELS:
-        plan = replace(plan, tokenizer=TOKENIZER_PER_TOKEN * TOKENIZER_TOKENS)
-    return run, plan
+    return run, named(case, plan_memory(run))
+
+
+def named(case: Case, plan: MemoryPlan) -> MemoryPlan:
+    """The plan with the tokenizer that the model really has."""
+    if case["model"] not in MODELS:
+        return plan
+    tokenizer, tokenizing = (size * TOKENIZER_TOKENS for size in (TOKENIZER_PER_TOKEN, TOKENIZING_PER_TOKEN))
+    return replace(plan, tokenizer=tokenizer, tokenizing=tokenizing)
 
 
 def prompts(llm: LLM, sequences: int, length: int) -> list[list[int]]:
@@ -75,15 +82,18 @@ def prompts(llm: LLM, sequences: int, length: int) -> list[list[int]]:
 
 def memory(case: Case, opened: Any) -> dict[str, int]:
     """All that a run may do: every sequence at the end of its context at once, sampling, log-probabilities, a
-    score. Bytes that were planned, and the peak."""
-    with open_llm(case, cache=case["cache"]) as llm:
-        asked = prompts(llm, case["sequences"], case["context"] - ANSWER)
+    score; where `streamed`, in the least memory there is for it. Bytes that were planned, and the peak."""
+    run, plan = planned(case, opened)
+    if case["streamed"]:
+        plan = named(case, smallest_plan(run))
+    with open_llm(case, cache=case["cache"], memory_budget=plan.total if case["streamed"] else "16GB") as llm:
+        asked = prompts(llm, plan.sequences, case["context"] - ANSWER)
         params = SamplingParams(max_tokens=ANSWER, ignore_eos=True, temperature=0.8, logprobs=2)
         llm.generate(asked, params)
         llm.score(asked[0])
     peak = peak_resident_bytes()
     assert peak is not None
-    return {"planned": planned(case, opened)[1].total, "peak": peak}
+    return {"planned": plan.total, "peak": peak}
 
 
 def speed(case: Case, opened: Any) -> dict[str, Any]:

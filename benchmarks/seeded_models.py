@@ -11,13 +11,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from nybble.devices import ResidencyPlan
 from nybble.export.weights import LogicalTensor
 from nybble.models.open import open_source
 from nybble.models.spec import ModelSpec, RopeSpec
 from nybble.quant.packing import QuantizedTensor
 from nybble.quant.recipe import Recipe
 from nybble.runtime.packed_cache import load_packed
-from nybble.runtime.packed_weights import FreshlyPacked, PackedSource
+from nybble.runtime.packed_weights import PackedSource
 
 TOKENIZER_TOKENS = 49152
 
@@ -51,10 +52,9 @@ class SeededModel:
     def digest(self) -> str:
         return sha256(repr((self.spec, self.recipe)).encode()).hexdigest()
 
-    def packed(self, cache: bool) -> PackedSource:
-        if not cache:
-            return FreshlyPacked(self)
-        return load_packed(None, self.digest, self.spec, lambda: self)
+    def packed(self, cache: bool, residency: ResidencyPlan, scratch: Path) -> PackedSource:
+        """From a file of packed weights in the user's cache folder, whatever `cache` says."""
+        return load_packed(None, self.digest, self.spec, lambda: self, residency)
 
     def tensor(self, name: str) -> LogicalTensor:
         """`LogicalWeights`: seeded by the tensor's name, and of a size that keeps activations ordinary."""

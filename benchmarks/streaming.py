@@ -3,7 +3,7 @@
     python benchmarks/streaming.py ARTIFACT --threads 2
 
 Half of an artifact's weights streamed: tokens a second against the lesser of what the same model reaches with
-all of them in memory, and of the rate at which a plain loop reads the same bytes of the same file; eight
+all of them in memory, and of the rate at which plain loops read the same bytes of the same file; eight
 sequences against one. Then a model of 1.5 billion random weights under a memory limit, its resident memory
 watched from outside: in a control group where one can be made. Bounds and steps are measured by turns in each
 round, since disks change their speed; figures are medians over the rounds.
@@ -15,14 +15,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from large_model import SPEC, write
 from machine import busy_between, machine
-from streaming_runs import open_executor, read_rate, step_seconds
+from streaming_runs import against_disk, open_executor, step_seconds
 
 from nybble.devices.residency import ResidencyPlan
 from nybble.export.artifact import open_artifact
@@ -49,25 +48,16 @@ def half(artifact: Path, threads: int, steps: int, rounds: int, folder: Path) ->
         if streamed_bytes(source, plan) >= resident.weight_bytes / 2:
             break
     _, streamed = open_executor(file, spec, opened.digest, plan, threads, 8)
-    read = streamed_bytes(source, plan)
     found = []
     for _ in range(rounds):
-        rates = [read_rate(source, plan, 5)]
-        one = step_seconds(streamed, 1, steps)
+        resident_seconds = step_seconds(resident, 1, steps)
+        disk, one = against_disk(source, streamed, plan, steps, passes=5)
         eight = step_seconds(streamed, 8, steps)
-        rates.append(read_rate(source, plan, 5))
-        found.append(
-            {
-                "resident": step_seconds(resident, 1, steps),
-                "disk": read / statistics.mean(rates),
-                "one": one,
-                "eight": eight,
-            }
-        )
+        found.append({"resident": resident_seconds, "disk": disk, "one": one, "eight": eight})
     return {
         "artifact": artifact.name,
         "weight_bytes": resident.weight_bytes,
-        "streamed_bytes": read,
+        "streamed_bytes": streamed_bytes(source, plan),
         "streamed_layers": len(plan.streamed_layers),
         "rounds": found,
         "share_of_bound": statistics.median(max(x["resident"], x["disk"]) / x["one"] for x in found),
@@ -92,10 +82,10 @@ def peak_of(pid: int) -> int:
     return 1024 * int(line.split()[1])
 
 
-def large(threads: int, steps: int, folder: Path) -> dict[str, Any]:
-    """The large model in a process that may take `BUDGET`."""
-    file = folder / "large" / "packed.bin"
-    write(file)
+def large(threads: int, steps: int, file: Path) -> dict[str, Any]:
+    """The large model in a process that may take `BUDGET`. Its file is made where it is not there."""
+    if not file.exists():
+        write(file)
     size = file.stat().st_size
     layer = (size - SPEC.vocab_size * SPEC.hidden_size * 17 // 16) // SPEC.num_layers
     resident = (BUDGET - OTHERS) // layer - ResidencyPlan(SPEC.num_layers).buffers
@@ -107,17 +97,12 @@ def large(threads: int, steps: int, folder: Path) -> dict[str, Any]:
         group = limited(running.pid, BUDGET * 11 // 10)
         assert running.stdout is not None
         line = running.stdout.readline()
-        if not line:
-            raise SystemExit("the large model's process ended before its figures")
-        peak = peak_of(running.pid)
+        peak = peak_of(running.pid) if line else 0
         running.communicate("")
     if group is not None:
-        for _ in range(20):
-            with suppress(OSError):
-                group.rmdir()
-                break
-            time.sleep(0.1)
-    file.unlink()
+        group.rmdir()
+    if not line:
+        raise SystemExit("the large model's process ended before its figures")
     found = json.loads(line)
     return {
         "weights": sum(a * b for a, b in (shape for shape in SPEC.tensors().values() if len(shape) == 2)),
@@ -145,7 +130,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--part", choices=("half", "large"), help="only this one")
-    parser.add_argument("--folder", type=Path, help="where files of packed weights are made, 1 GB")
+    parser.add_argument("--large-file", type=Path, help="the large model's, 1 GB: made if need be, and kept")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "streaming.json")
     arguments = parser.parse_args()
     report: dict[str, Any] = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
@@ -155,7 +140,7 @@ def main() -> None:
         "threads": arguments.threads,
         "busy_before": busy_between(),
     }
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if arguments.part != "large":
             (folder / "artifact").mkdir()
@@ -163,8 +148,8 @@ def main() -> None:
                 arguments.artifact, arguments.threads, arguments.steps, arguments.rounds, folder
             )
         if arguments.part != "half":
-            (folder / "large").mkdir()
-            report["large"] = large(arguments.threads, max(1, arguments.steps // 10), folder)
+            file = arguments.large_file or folder / "large" / "packed.bin"
+            report["large"] = large(arguments.threads, max(1, arguments.steps // 10), file)
     table = Table("", "found", "goal")
     if (found := report.get("half")) is not None:
         for name in ("resident", "disk", "one", "eight"):

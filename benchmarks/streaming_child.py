@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from large_model import DIGEST, SPEC
-from streaming_runs import open_executor, read_rate, step_seconds
+from streaming_runs import against_disk, open_executor
 
 from nybble.devices.residency import ResidencyPlan
 from nybble.runtime.streaming import streamed_bytes
@@ -18,12 +18,8 @@ from nybble.runtime.streaming import streamed_bytes
 def main(file: str, threads: str, steps: str, streamed: str) -> None:
     plan = ResidencyPlan.spread(SPEC.num_layers, int(streamed), streamed_head=True)
     source, executor = open_executor(Path(file), SPEC, DIGEST, plan, int(threads), 1)
-    bytes_of_step = streamed_bytes(source, plan)
-    rounds = []
-    for _ in range(3):
-        rate = read_rate(source, plan, 1)
-        rounds.append((bytes_of_step / rate, step_seconds(executor, 1, int(steps))))
-    print(json.dumps({"streamed_bytes": bytes_of_step, "rounds": rounds}), flush=True)
+    rounds = [against_disk(source, executor, plan, int(steps), passes=1) for _ in range(3)]
+    print(json.dumps({"streamed_bytes": streamed_bytes(source, plan), "rounds": rounds}), flush=True)
     sys.stdin.read()
 
 

@@ -14,12 +14,13 @@ from .plans import plan_memory
 from .power import Energy, PowerMeter
 from .prediction import Rates, Speeds, predict
 from .probe import Machine, measured, probe
-from .process import give_back_freed_memory, peak_resident_bytes, reset_peak_resident
+from .process import give_back_freed_memory, peak_resident_bytes, reset_peak_resident, resident_bytes
 from .profile import DeviceProfile, KvDtype, Provider, Speculation, load_profile
 from .report import describe, describe_disk, describe_profile, machine_json, profile_json
 from .residency import ResidencyPlan
 from .resolve import list_profiles, resolve_device
 from .sharing import share_pages
+from .shortage import describe_shortage
 from .sizes import format_bytes, parse_bytes, parse_memory_budget
 from .tuned import save_tuned, with_tuned
 
@@ -46,6 +47,7 @@ __all__ = [
     "describe",
     "describe_disk",
     "describe_profile",
+    "describe_shortage",
     "disk_read_rate",
     "fit_sequences",
     "format_bytes",
@@ -68,6 +70,7 @@ __all__ = [
     "profile_json",
     "read_heat",
     "reset_peak_resident",
+    "resident_bytes",
     "resolve_device",
     "save_tuned",
     "share_pages",

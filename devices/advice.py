@@ -60,8 +60,12 @@ def ways_to_fit(run: RunSettings) -> tuple[Way, ...]:
     """The cheapest ways that make `run`, which does not fit, do so: those of the fewest changes, of as
     many the fastest first; three at most."""
     found: list[tuple[int, Way]] = []
+    enough: list[set[str]] = []  # changes that do it without more
     for words, changed in _changed(run):
+        if any(fewer <= set(words) for fewer in enough):
+            continue
         if plan_memory(changed).fits:
+            enough.append(set(words))
             found.append((len(words), _way(words, changed)))
         elif context := _longest_context(changed):
             shorter = replace(changed, context=context)

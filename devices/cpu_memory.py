@@ -2,9 +2,16 @@
 writes (runtime/kernels/step_buffers.h)."""
 
 from ..models.spec import ModelSpec
-from .memory_plan import GGUF_PER_TOKEN, TOKENIZER_PER_TOKEN, MemoryPlan, RunSettings
-from .model_bytes import KV_BYTES, kv_bytes_per_token
-from .packed_sizes import packed_bytes, padded
+from .memory_plan import (
+    GGUF_PER_TOKEN,
+    GGUF_TOKENIZING_PER_TOKEN,
+    TOKENIZER_PER_TOKEN,
+    TOKENIZING_PER_TOKEN,
+    MemoryPlan,
+    RunSettings,
+)
+from .model_bytes import HEAD_BITS, HEAD_GROUP_SIZE, KV_BYTES, kv_bytes_per_token
+from .packed_sizes import packed_bytes, padded, tile_bytes
 from .profile import KvDtype
 from .residency import ResidencyPlan
 
@@ -14,8 +21,6 @@ IMPORTS = 48_000_000
 PAGE = 16  # tokens of its pages, whatever the profile has
 # A piece of a matrix while it is packed, in its old form and as tiles.
 LOADING_PIECE = 8_000_000
-# Of a streamed head's buffers, where no layer is streamed whose buffers it could pass through.
-HEAD_PIECE = 4_000_000
 # Choosing a token of a row: some arrays of float64 and int64.
 SAMPLING_PER_TOKEN = 48
 # Of each thread at least: a panel of unpacked weights and its results.
@@ -30,12 +35,13 @@ def plan_on_kernels(run: RunSettings) -> MemoryPlan:
     sizes = packed_bytes(spec, run.recipe, run.linear_bytes)
     streamed = set(residency.streamed_layers)
     resident = [layer for number, layer in enumerate(sizes.layers) if number not in streamed]
-    largest = max((sizes.layers[number].section for number in streamed), default=0)
-    if residency.streamed_head and not streamed:
-        largest = HEAD_PIECE
+    sections = [layer.section for layer in sizes.layers]
+    head_tile = tile_bytes(16, spec.hidden_size, HEAD_BITS, HEAD_GROUP_SIZE, True)
     pages = -(-run.length // PAGE) * run.sequences
     page = _page_bytes(spec, run.kv)
-    tokenizer = TOKENIZER_PER_TOKEN + (GGUF_PER_TOKEN if run.half == "gguf" else 0)
+    tokenizer, tokenizing = TOKENIZER_PER_TOKEN, TOKENIZING_PER_TOKEN
+    if run.half == "gguf":
+        tokenizer, tokenizing = TOKENIZER_PER_TOKEN + GGUF_PER_TOKEN, GGUF_TOKENIZING_PER_TOKEN
     return MemoryPlan(
         context=run.length,
         sequences=run.sequences,
@@ -47,7 +53,7 @@ def plan_on_kernels(run: RunSettings) -> MemoryPlan:
         linears=sum(layer.linears for layer in resident),
         ends=0 if residency.streamed_head else sizes.ends,
         norms=sum(layer.vectors for layer in resident) + sizes.last_norm,
-        buffers=residency.buffers * largest,
+        buffers=residency.stream_buffer_bytes(sections, head_tile),
         packed=0,
         kv_token=kv_bytes_per_token(spec, run.kv),
         kv=pages * page,
@@ -56,6 +62,7 @@ def plan_on_kernels(run: RunSettings) -> MemoryPlan:
         + SAMPLING_PER_TOKEN * spec.vocab_size,
         tokenizer=tokenizer * spec.vocab_size,
         interpreter=IMPORTS,
+        tokenizing=tokenizing * spec.vocab_size,
         loading=LOADING_PIECE,
         budget=run.profile.memory_budget if run.budget is None else run.budget,
     )

@@ -49,6 +49,7 @@ def plan_on_ort(run: RunSettings) -> MemoryPlan:
         activations=_activations(run),
         tokenizer=0,
         interpreter=0,
+        tokenizing=0,
         loading=0,
         budget=run.profile.memory_budget if run.budget is None else run.budget,
     )

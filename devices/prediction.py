@@ -9,31 +9,31 @@ from .kernels import MachineLimits
 from .memory_plan import MemoryPlan, RunSettings
 from .model_bytes import HEAD_BITS, linears
 from .packed_sizes import packed_bytes
-from .profile import DeviceProfile
+from .profile import DeviceProfile, KvDtype
 
 # What a step takes besides, in seconds: the engine and the sampler; the phases of a layer, between which
 # threads wait for each other; an element of a token's rows, which norms, activations and roundings pass over.
-STEP, LAYER, ELEMENT = 0.5e-3, 15e-6, 0.9e-9
+STEP, LAYER, ELEMENT = 0.5e-3, 15e-6, 0.5e-9
 
 
 @dataclass(frozen=True)
 class Efficiency:
     """The shares of the limits that the kernels were measured to reach, by bits of a weight: of the bandwidth
     in reading weights for one token; of the integer rate in linear layers. And of attention, whose sums are
-    in float32: what it reaches of the integer rate for one new token, and for many."""
+    in float32: what it reaches of the integer rate for one new token, by the cache's type, and for many."""
 
     reading: Mapping[int, float]
     arithmetic: Mapping[int, float]
-    attention: float
+    attention: Mapping[KvDtype, float]
     chunk_attention: float
 
 
 # Kernels with a dot-product instruction (AVX-512 VNNI, AVX-VNNI, NEON). After the first, with SmolLM2 on two
 # cores: 77 % of the bandwidth in a whole decode step, two thirds of the integer rate in a prompt's products.
-DOT = Efficiency({4: 0.85, 8: 0.85}, {4: 0.65, 8: 0.65}, 0.05, 0.13)
+DOT = Efficiency({4: 0.85, 8: 0.85}, {4: 0.65, 8: 0.65}, {"f32": 0.05, "f16": 0.05, "int8": 0.06}, 0.13)
 # Without one, where 8-bit weights are widened to 16 bits first. Measured with AVX2 on two cores of an EPYC:
 # `benchmarks/plan.py`.
-WIDENING = Efficiency({4: 0.69, 8: 0.55}, {4: 0.48, 8: 0.25}, 0.085, 0.28)
+WIDENING = Efficiency({4: 0.69, 8: 0.6}, {4: 0.48, 8: 0.25}, {"f32": 0.095, "f16": 0.095, "int8": 0.115}, 0.4)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Roofline:
 
     def decode(self, length: int, sequences: int) -> float:
         """A step of one new token for each of `sequences`, which have `length` tokens in the cache."""
-        share = self._rates.efficiency.attention
+        share = self._rates.efficiency.attention[self._plan.kv_dtype]
         return self._step(sequences, sequences, sequences * length, share)
 
     def prompt(self, length: int) -> float:

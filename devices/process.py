@@ -25,20 +25,31 @@ def reset_peak_resident(root: Path = Path("/")) -> bool:
     return True
 
 
+def resident_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that this process has resident now, in bytes; None where no system says."""
+    return _status_bytes(root, "VmRSS")
+
+
 def peak_resident_bytes(root: Path = Path("/")) -> int | None:
     """The most memory that this process has had resident at once, in bytes, since it began or
     `reset_peak_resident`; None where no system says."""
-    try:
-        status = (root / "proc/self/status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        status = ""
-    for line in status.splitlines():
-        key, _, value = line.partition(":")
-        if key == "VmHWM" and value.split()[:1] and value.split()[0].isdigit():
-            return int(value.split()[0]) * 1024
+    if (found := _status_bytes(root, "VmHWM")) is not None:
+        return found
     try:
         import resource
     except ImportError:  # Windows
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024)
+
+
+def _status_bytes(root: Path, name: str) -> int | None:
+    try:
+        status = (root / "proc/self/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    for line in status.splitlines():
+        key, _, value = line.partition(":")
+        if key == name and value.split()[:1] and value.split()[0].isdigit():
+            return int(value.split()[0]) * 1024
+    return None

@@ -151,7 +151,7 @@ def _array(cursor: "_Cursor", what: str) -> Any:
     if kind == _ARRAY:
         raise cursor.error(f"{what} is an array of arrays; expected numbers or strings")
     if kind == _STRING:
-        return [cursor.string(what) for _ in range(cursor.count(f"the length of {what}", at_least_each=8))]
+        return cursor.strings(cursor.count(f"the length of {what}", at_least_each=8), what)
     width = _SCALARS[kind].itemsize if kind in _SCALARS else 1
     return _numbers(cursor, kind, cursor.count(f"the length of {what}", at_least_each=width), what)
 
@@ -272,6 +272,26 @@ class _Cursor:
         if number * at_least_each > self.limit - self.position:
             raise self.error(f"{what} is {number}, more than the {self.size} bytes of the file can hold")
         return number
+
+    def strings(self, count: int, what: str) -> list[str]:
+        """As many calls of `string`, most of them without the calls: vocabularies have 100,000 of them."""
+        found: list[str] = []
+        while len(found) < count:
+            buffer, at = self.buffer, self.at
+            try:
+                while len(found) < count:
+                    begin = at + 8
+                    end = begin + _U64(buffer, at)[0]
+                    if end > len(buffer):
+                        break
+                    found.append(buffer[begin:end].decode())
+                    at = end
+            except (struct.error, UnicodeDecodeError):  # the buffer's end, or what `string` reports
+                pass
+            self.at = at
+            if len(found) < count:
+                found.append(self.string(what))
+        return found
 
     def string(self, what: str) -> str:
         raw = self.take(self.u64(what), what)

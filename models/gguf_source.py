@@ -58,8 +58,8 @@ def gguf_name(name: str) -> str:
 def open_gguf(path: Path, origin: str) -> "GgufSource":
     """Open a GGUF file; `origin` is what messages and the manifest call it.
 
-    The header, every tensor's type, shape and place, and the tokenizer are checked here; tensors are read
-    later. Raises `ModelFormatError` or `UnsupportedModelError`.
+    The header and every tensor's type, shape and place are checked here; tensors are read later, and the
+    tokenizer's files made, which takes longest. Raises `ModelFormatError` or `UnsupportedModelError`.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -95,8 +95,7 @@ class GgufSource:
         # Conversion to GGUF interleaves the halves of each q and k head for the llama architecture only.
         self._permuted = meta.text("general.architecture") == "llama"
         self._check_tensors()
-        self.tokenizer_files: Mapping[str, bytes] = tokenizer_files(meta, self.spec.vocab_size)
-        self.generation_config: dict[str, Any] = generation_config(meta)
+        self._meta: Metadata | None = meta
 
     def __enter__(self) -> Self:
         return self
@@ -108,6 +107,23 @@ class GgufSource:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    @property
+    def tokenizer_files(self) -> Mapping[str, bytes]:
+        """The Hugging Face files of its tokenizer. Raises `ModelFormatError` and `UnsupportedModelError`."""
+        return self._text_settings[0]
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        """Hugging Face's `generation_config.json`. Raises as `tokenizer_files` does."""
+        return self._text_settings[1]
+
+    @cached_property
+    def _text_settings(self) -> tuple[Mapping[str, bytes], dict[str, Any]]:
+        assert self._meta is not None
+        made = tokenizer_files(self._meta, self.spec.vocab_size), generation_config(self._meta)
+        self._meta = None  # takes more memory than the files
+        return made
 
     @cached_property
     def digest(self) -> str:
@@ -164,7 +180,7 @@ class GgufSource:
         return self._float32(self._entry(name), raw)
 
     def _entry(self, name: str) -> GgufTensor:
-        if name not in self.spec.tensors():
+        if name not in self._names:
             raise ModelFormatError(f"{self.origin}: the model has no tensor {name!r}")
         return self._tensors[gguf_name(name)]
 
@@ -191,7 +207,9 @@ class GgufSource:
 
     def _check_tensors(self) -> None:
         """Exactly the tensors of the spec, each of its shape and of a type that is read."""
-        expected = {gguf_name(name): (name, shape) for name, shape in self.spec.tensors().items()}
+        shapes = self.spec.tensors()
+        self._names = frozenset(shapes)
+        expected = {gguf_name(name): (name, shape) for name, shape in shapes.items()}
         for name, (source, shape) in expected.items():
             entry = self._tensors.get(name)
             if entry is None:

@@ -49,6 +49,7 @@ class Engine:
       instead, where writing and reading it takes less time than computing it again.
     - `speculator`: what guesses tokens ahead, or None.
     - `bandwidth`: bytes a second that the machine can read, for the statistics.
+    - `explain_shortage`: what else to say where memory ran out, such as what was planned and what would help.
     - `on_step`, `on_end`: called after each step, and with the first sequence of each request that ended.
     """
 
@@ -72,6 +73,7 @@ class Engine:
         swap_file: FileStore | None = None,
         speculator: Speculator | None = None,
         bandwidth: float | None = None,
+        explain_shortage: Callable[[], str] | None = None,
         on_step: Callable[[StepStatistics], None] | None = None,
         on_end: Callable[[Sequence], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -98,6 +100,7 @@ class Engine:
         self._constraints = Constraints(tokenizer, self._vocab_size, self._eos)
         self._speculator, self._clock = speculator, clock
         self._on_step, self._on_end = on_step, on_end
+        self._explain_shortage = explain_shortage
         self.cache = KvCache(
             layout.num_blocks, layout.page_size, spec.window_groups or (None,),
             share_prefixes=share_prefixes, min_shared_tokens=min_shared_tokens,
@@ -214,7 +217,7 @@ class Engine:
             logits, executor_seconds = self._run(chunks)
         except (MemoryError, AllocationError) as error:
             if not self._scheduler.shrink(chunks):
-                self._fail_all(chunks, error)
+                self._fail_all(chunks, self._shortage(error))
         except Exception as error:
             self._fail_all(chunks, error)
         else:
@@ -308,6 +311,15 @@ class Engine:
             logit_bias=params.logit_bias,
             constraint=self._constraints.start(params),
         )
+
+    def _shortage(self, error: MemoryError | AllocationError) -> AllocationError:
+        """`error` with what else there is to say."""
+        reason = str(error) or "memory ran out in a step"
+        if self._explain_shortage is not None:
+            reason += f"; {self._explain_shortage()}"
+        shortage = AllocationError(reason)
+        shortage.__cause__ = error
+        return shortage
 
     def _fail_all(self, chunks: list[Chunk[Sequence]], error: Exception) -> None:
         for chunk in chunks:

@@ -150,6 +150,7 @@ class LLM:
             target_token_ms=loaded.target_token_ms,
             bandwidth=loaded.bandwidth,
             swap_file=loaded.swap_file,
+            explain_shortage=loaded.explain_shortage,
             **settings,
         )
 

@@ -4,9 +4,10 @@ loaded."""
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from .devices import (
     MemoryPlan,
     RunSettings,
     choose_isa,
+    describe_shortage,
     fit_sequences,
     format_bytes,
     give_back_freed_memory,
@@ -27,7 +29,7 @@ from .devices import (
     share_pages,
     with_tuned,
 )
-from .errors import ModelFormatError, SettingError
+from .errors import DoesNotFitError, ModelFormatError, SettingError
 from .kvcache import FileStore
 from .runnable import Runnable, RunnableArtifact, RunnableCheckpoint, open_runnable
 from .runtime.executor import Executor, KvDtype
@@ -57,6 +59,7 @@ class Loaded:
     target_token_ms: float | None = None
     bandwidth: float | None = None  # bytes a second; None where the profile does not say
     speculator: Speculator | None = None
+    explain_shortage: Callable[[], str] | None = None  # for where memory runs out
 
     def close(self) -> None:
         """Frees the model, and the draft model with it. May be called again."""
@@ -128,13 +131,15 @@ def load(
             plan = _plan(run, max_sequences, path, kv_dtype)
             tokenizer, digest = Tokenizer(model.tokenizer_files), model.digest
             give_back_freed_memory()
-            opened = (
-                _open_ort(model, profile, providers, threads)
-                if kind == "ort" and isinstance(model, RunnableArtifact | RunnableCheckpoint)
-                else _open_cpu(model, threads, plan, cache, scratch)
-            )
+            with _explained(run, plan):
+                opened = (
+                    _open_ort(model, profile, providers, threads)
+                    if kind == "ort" and isinstance(model, RunnableArtifact | RunnableCheckpoint)
+                    else _open_cpu(model, threads, plan, cache, scratch)
+                )
         try:
-            opened.allocate_kv(plan.num_pages, plan.page_size, plan.kv_dtype)
+            with _explained(run, plan):
+                opened.allocate_kv(plan.num_pages, plan.page_size, plan.kv_dtype)
             if draft is None:
                 speculator = plain_speculator(speculation, opened, kind, plan.sequences)
             else:
@@ -155,6 +160,7 @@ def load(
         target_token_ms=profile.target_token_ms if target_token_ms is None else target_token_ms,
         bandwidth=profile.bandwidth,
         speculator=speculator,
+        explain_shortage=partial(describe_shortage, run, plan),
     )
 
 
@@ -206,6 +212,16 @@ def _plan(run: RunSettings, max_sequences: int, path: str | Path, asked_kv: str 
         level = logging.INFO if plan.kv_dtype == run.kv else logging.WARNING
         log.log(level, "%s: within %s: %s", path, format_bytes(run.budget), "; ".join(plan.concessions))
     return plan
+
+
+@contextmanager
+def _explained(run: RunSettings, plan: MemoryPlan) -> Iterator[None]:
+    """Where memory runs out although the plan had it, the error says what was planned, what was measured, and
+    what would help."""
+    try:
+        yield
+    except DoesNotFitError as error:
+        raise DoesNotFitError(f"{error}; {describe_shortage(run, plan)}") from error
 
 
 def _shares_pages(plan: MemoryPlan, executor: ExecutorKind) -> bool:

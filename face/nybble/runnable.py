@@ -177,8 +177,14 @@ class RunnableGguf:
         self._source = source
         self.spec = source.spec
         self.config = source.config
-        self.generation_config = source.generation_config
-        self.tokenizer_files = source.tokenizer_files
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        return self._source.generation_config
+
+    @property
+    def tokenizer_files(self) -> Mapping[str, bytes]:
+        return self._source.tokenizer_files
 
     @property
     def digest(self) -> str:

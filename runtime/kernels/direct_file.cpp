@@ -51,7 +51,7 @@ std::string DirectFile::read(int64_t offset, size_t bytes, uint8_t* into) const 
         size_t whole = static_cast<size_t>(count);
         if (done + whole < bytes) whole -= whole % kDirectAlignment;
         if (whole == 0) {
-            struct stat status {};
+            struct stat status{};
             fstat(descriptor_, &status);
             return "only " + std::to_string(count) + " of " + std::to_string(bytes - done) +
                    " bytes could be read at byte " + std::to_string(at) + "; the file has " +

@@ -334,8 +334,11 @@ def test_byte_fallback_needs_every_byte(gguf_samples: ModuleType, tmp_path: Path
     path = tmp_path / "m.gguf"
     tokens = ["<unk>", "<s>", "</s>", "<0x00>", "a"]
     gguf_samples.write_tokenizer(path, "llama", tokens, [2, 3, 3, 6, 1], {"scores": [0.0] * 5})
-    with pytest.raises(UnsupportedModelError, match="no token for byte 1"):
-        open_gguf(path, "m.gguf")
+    with (
+        open_gguf(path, "m.gguf") as source,
+        pytest.raises(UnsupportedModelError, match="no token for byte 1"),
+    ):
+        _ = source.tokenizer_files
 
 
 def test_a_token_of_a_hundred_thousand_characters_is_refused(
@@ -347,5 +350,8 @@ def test_a_token_of_a_hundred_thousand_characters_is_refused(
     types = [6] * 256 + [1] * 3
     scores = [-float(n) for n in range(len(tokens))]
     gguf_samples.write_tokenizer(path, "llama", tokens, types, {"scores": scores})
-    with pytest.raises(ModelFormatError, match="has 100000 characters; expected at most 512"):
-        open_gguf(path, "m.gguf")
+    with (
+        open_gguf(path, "m.gguf") as source,
+        pytest.raises(ModelFormatError, match="has 100000 characters; expected at most 512"),
+    ):
+        _ = source.tokenizer_files

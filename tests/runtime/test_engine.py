@@ -750,6 +750,9 @@ class TestMemoryRunsOut:
         executor.step = step
         sequence = answer(make_engine(executor), PROMPT)
         assert str(sequence.error) == "no memory"
+        told = answer(make_engine(executor, explain_shortage=lambda: "the numbers"), PROMPT)
+        assert isinstance(told.error, AllocationError)
+        assert str(told.error) == "no memory; the numbers"
 
     def swap_all(self, make_engine: Make, executor: Any, **settings: Any) -> Any:
         """Three requests for which there are too few pages; each gets its answer."""

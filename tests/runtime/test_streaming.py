@@ -190,7 +190,7 @@ def test_nothing_is_read_before_the_first_step(tied: Model) -> None:
     executor = tied.executor(EVERYTHING, threads=1)
     assert threads() == before
     tied.steps(executor)
-    assert threads() == before + 1
+    assert threads() > before
     executor.close()
     assert threads() == before
 
