@@ -3,7 +3,7 @@
     python benchmarks/streaming.py ARTIFACT --threads 2
 
 Half of an artifact's weights streamed: tokens a second against the lesser of what the same model reaches with
-all of them in memory, and of the rate at which a plain loop reads the same bytes of the same file; eight
+all of them in memory, and of the rate at which plain loops read the same bytes of the same file; eight
 sequences against one. Then a model of 1.5 billion random weights under a memory limit, its resident memory
 watched from outside: in a control group where one can be made. Bounds and steps are measured by turns in each
 round, since disks change their speed; figures are medians over the rounds.

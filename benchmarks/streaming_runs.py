@@ -1,9 +1,11 @@
 """Decode steps with streamed weights, and what bounds them: for `streaming.py` and its child."""
 
+import ctypes
 import mmap
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from nybble.runtime.packed_file import MappedWeights
 from nybble.runtime.streaming import streamed_bytes
 
 CONTEXT = 64  # tokens before each step; the cache's zeros take as long as any
-PIECE = 1 << 20  # bytes of a plain read, as many as the stream's
+PIECE, READERS = 512 << 10, 2  # bytes of a plain read, and threads that read: the stream's
 
 
 def open_executor(
@@ -58,14 +60,22 @@ def step_seconds(executor: CpuExecutor, sequences: int, steps: int) -> float:
 
 
 def read_rate(source: MappedWeights, residency: ResidencyPlan, passes: int) -> float:
-    """Bytes a second at which a plain loop reads what the plan streams, past the page cache."""
+    """Bytes a second at which plain loops read what the plan streams, past the page cache: two threads into
+    huge pages, as the stream reads."""
     descriptor = os.open(source.file.path, os.O_RDONLY | os.O_DIRECT)
-    buffer = memoryview(mmap.mmap(-1, PIECE))
-    start, total = time.perf_counter(), 0
-    for _ in range(passes):
-        for offset, size in _pieces(source, residency):
-            total += os.preadv(descriptor, [buffer[:size]], offset)
-    seconds = time.perf_counter() - start
+    pieces = [piece for _ in range(passes) for piece in _pieces(source, residency)]
+
+    def read(begin: int) -> int:
+        # Holds a huge page wherever it begins; shared memory would have none.
+        memory = mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        buffer = memoryview(memory)[-ctypes.addressof(ctypes.c_char.from_buffer(memory)) % (2 << 20) :]
+        return sum(os.preadv(descriptor, [buffer[:size]], at) for at, size in pieces[begin::READERS])
+
+    with ThreadPoolExecutor(READERS) as pool:
+        start = time.perf_counter()
+        total = sum(pool.map(read, range(READERS)))
+        seconds = time.perf_counter() - start
     os.close(descriptor)
     return total / seconds
 

@@ -17,7 +17,7 @@ from .residency import ResidencyPlan
 
 # Resident after importing what a run needs: interpreter, numpy, tokenizers, jinja2, the kernels. CPython
 # 3.11, Linux x86-64.
-IMPORTS = 48_000_000
+IMPORTS = 50_000_000
 PAGE = 16  # tokens of its pages, whatever the profile has
 # A piece of a matrix while it is packed, in its old form and as tiles.
 LOADING_PIECE = 8_000_000
@@ -74,8 +74,9 @@ def step_bytes(run: RunSettings) -> int:
     hidden, inner = padded(spec.hidden_size, 32), padded(spec.intermediate_size, 32)
     q, kv = padded(spec.q_size, 32), padded(spec.kv_size, 32)
     widest, wide = max(hidden, inner, q), max(hidden, q + 2 * kv, 2 * inner)
-    # Rows in float32, three times as int8 with 20 bytes more for 32 of them, the rotary table, positions.
-    token = 4 * (hidden + wide + q) + 3 * _quantized(widest) + 4 * spec.rope.rotary_dim + 8
+    rotary = sum(rope.rotary_dim for rope in spec.ropes)
+    # Rows in float32, three times as int8 with 20 bytes more for 32 of them, the rotary tables, positions.
+    token = 4 * (hidden + wide + q) + 3 * _quantized(widest) + 4 * rotary + 8
     return (
         tokens * token
         + rows * (4 * hidden + _quantized(hidden))

@@ -60,7 +60,7 @@ class _Decoder:
         groups = range(len(window_groups(spec)))
         self.block_tables = [b.op("Gather", block_table, b.constant(g), axis=0) for g in groups]
         self.slot_mappings = [b.op("Gather", slot_mapping, b.constant(g), axis=0) for g in groups]
-        self.cos, self.sin = self._rotations(token_ids)
+        self.rotations = self._rotations(token_ids)
 
         shape: list[int | str] = ["num_blocks", "page_size", spec.num_kv_heads, spec.head_dim]
         caches = [
@@ -104,21 +104,22 @@ class _Decoder:
             "nybble.tensors": json.dumps({name: asdict(t) for name, t in self.writer.layout.items()}),
         }
 
-    def _rotations(self, token_ids: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """cos and sin of every token's position, [1, T, rotary_dim / 2]: once a step, for all layers."""
-        b, rope = self.b, self.spec.rope
+    def _rotations(self, token_ids: ir.Value) -> list[tuple[ir.Value, ir.Value]]:
+        """For each RoPE cos and sin of every token's position, [1, T, rotary_dim / 2]: once a step, for all
+        layers."""
+        b = self.b
         layout = PackedLayout(b, token_ids, self.cu_seqlens, self.past_lens)
         positions = b.op("Cast", layout.positions(), to=ir.DataType.FLOAT.value)
-        angles = b.op(
-            "Mul",
-            b.op("Unsqueeze", positions, b.constant([0, 2])),
-            b.constant(rope.inv_freq(), np.float32),
-        )
-        tables = [b.op("Cos", angles), b.op("Sin", angles)]
-        if rope.attention_factor != 1.0:
-            factor = b.constant(rope.attention_factor, np.float32)
-            tables = [b.op("Mul", table, factor) for table in tables]
-        return tables[0], tables[1]
+        column = b.op("Unsqueeze", positions, b.constant([0, 2]))
+        rotations = []
+        for rope in self.spec.ropes:
+            angles = b.op("Mul", column, b.constant(rope.inv_freq(), np.float32))
+            cos, sin = b.op("Cos", angles), b.op("Sin", angles)
+            if rope.attention_factor != 1.0:
+                factor = b.constant(rope.attention_factor, np.float32)
+                cos, sin = b.op("Mul", cos, factor), b.op("Mul", sin, factor)
+            rotations.append((cos, sin))
+        return rotations
 
     def _embed(self, token_ids: ir.Value) -> tuple[ir.Value, Embedding]:
         spec, b = self.spec, self.b
@@ -131,16 +132,30 @@ class _Decoder:
         return hidden, embedding
 
     def _norm(self, x: ir.Value, name: str) -> ir.Value:
-        weight = as_float(self.weights.tensor(name), name)
-        return self.b.op("RMSNormalization", x, self.writer.put(name, weight), epsilon=self.spec.norm_eps)
+        """RMSNorm with a weight of the model. What is stored is the weight itself; an offset is added in the
+        graph, where ONNX Runtime folds it at load."""
+        spec, b = self.spec, self.b
+        weight = self.writer.put(name, as_float(self.weights.tensor(name), name))
+        if spec.norm_offset:
+            weight = b.op("Add", weight, b.constant(spec.norm_offset, np.float32))
+        return b.op("RMSNormalization", x, weight, epsilon=spec.norm_eps)
+
+    def _add(self, hidden: ir.Value, y: ir.Value, norm: str | None) -> ir.Value:
+        """What attention or MLP gave, normalized where the model does, added to the residual."""
+        spec, b = self.spec, self.b
+        y = y if norm is None else self._norm(y, norm)
+        if spec.residual_scale != 1.0:
+            y = b.op("Mul", y, b.constant(spec.residual_scale, np.float32))
+        return b.op("Add", hidden, y)
 
     def _layer(self, layer: int, hidden: ir.Value, caches: list[ir.Value]) -> tuple[ir.Value, list[ir.Value]]:
         spec, b, prefix = self.spec, self.b, self.spec.layer_prefix(layer)
         *qkv, output, gate, up, down = spec.linears(layer)
-        x = self._norm(hidden, prefix + "input_layernorm.weight")
+        norms, (q_norm, k_norm) = spec.layer_norms(layer), spec.qk_norms(layer)
+        x = hidden if norms.before_attention is None else self._norm(hidden, norms.before_attention)
         q, k, v = self.writer.linears(x, qkv, self.weights, prefix + "self_attn.qkv_proj")
-        q = self._rotate(q, prefix + "self_attn.q_norm.weight", spec.num_heads)
-        k = self._rotate(k, prefix + "self_attn.k_norm.weight", spec.num_kv_heads)
+        q = self._rotate(layer, self._norm_heads(q, q_norm, spec.num_heads), spec.num_heads)
+        k = self._rotate(layer, self._norm_heads(k, k_norm, spec.num_kv_heads), spec.num_kv_heads)
         window = spec.sliding_windows[layer] if spec.sliding_windows else None
         group = window_groups(spec).index(window)
         attended, *written = b.ops(
@@ -164,28 +179,37 @@ class _Decoder:
             window=window or 0,
         )
         (attended,) = self.writer.linears(attended, [output], self.weights, output.name)
-        hidden = b.op("Add", hidden, attended)
+        hidden = self._add(hidden, attended, norms.after_attention)
 
-        x = self._norm(hidden, prefix + "post_attention_layernorm.weight")
+        x = hidden if norms.before_mlp is None else self._norm(hidden, norms.before_mlp)
         gate_y, up_y = self.writer.linears(x, [gate, up], self.weights, prefix + "mlp.gate_up_proj")
         (y,) = self.writer.linears(
             b.op("Mul", activate(b, gate_y, spec.activation), up_y), [down], self.weights, down.name
         )
-        return b.op("Add", hidden, y), written
+        return self._add(hidden, y, norms.after_mlp), written
 
-    def _rotate(self, x: ir.Value, norm: str, heads: int) -> ir.Value:
-        """q or k [T, heads * head_dim]: normalized per head where the model does, and rotated."""
+    def _norm_heads(self, x: ir.Value, norm: str | None, heads: int) -> ir.Value:
+        """q or k, normalized where the model does: [T, heads, head_dim] or [T, heads * head_dim]."""
+        if norm is None:
+            return x
+        if self.spec.qk_norm_per_head:
+            x = self.b.op("Reshape", x, self.b.constant([-1, heads, self.spec.head_dim]))
+        return self._norm(x, norm)
+
+    def _rotate(self, layer: int, x: ir.Value, heads: int) -> ir.Value:
+        """q or k [T, heads * head_dim], rotated where the layer does."""
         spec, b = self.spec, self.b
-        if spec.qk_norm:
-            x = self._norm(b.op("Reshape", x, b.constant([-1, heads, spec.head_dim])), norm)
+        index = spec.rope_index(layer)
+        if index is None:
+            return b.op("Reshape", x, b.constant([-1, heads * spec.head_dim]))
+        rotary_dim = spec.ropes[index].rotary_dim
         x = b.op("Reshape", x, b.constant([1, -1, heads * spec.head_dim]))
         x = b.op(
             "RotaryEmbedding",
             x,
-            self.cos,
-            self.sin,
+            *self.rotations[index],
             num_heads=heads,
-            rotary_embedding_dim=0 if spec.rope.rotary_dim == spec.head_dim else spec.rope.rotary_dim,
+            rotary_embedding_dim=0 if rotary_dim == spec.head_dim else rotary_dim,
         )
         return b.op("Squeeze", x, b.constant([0]))
 
@@ -196,6 +220,8 @@ class _Decoder:
         if not spec.tied_embeddings:
             embedding = store_embedding(self.writer, spec.head_name, self.weights.tensor(spec.head_name))
         logits = write_head(self.writer, x, embedding, spec.vocab_size)
+        if spec.logit_scale != 1.0:
+            logits = b.op("Mul", logits, b.constant(spec.logit_scale, np.float32))
         if spec.logit_softcap is not None:
             cap = b.constant(spec.logit_softcap, np.float32)
             logits = b.op("Mul", b.op("Tanh", b.op("Div", logits, cap)), cap)

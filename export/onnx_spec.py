@@ -3,7 +3,7 @@
 import json
 import math
 import types
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ModelFormatError
@@ -23,7 +23,7 @@ def spec_from_json(text: str, where: str) -> ModelSpec:
         raise ModelFormatError(f"{where}: the model's description is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise ModelFormatError(f"{where}: the model's description is no JSON object")
-    spec = ModelSpec(**{**_fields(ModelSpec, data, where), "rope": _rope(data.get("rope"), where)})
+    spec = ModelSpec(**_fields(ModelSpec, data, where))
     _check(spec, where)
     return spec
 
@@ -36,14 +36,18 @@ def _rope(data: Any, where: str) -> RopeSpec:
 
 def _fields(cls: type[ModelSpec] | type[RopeSpec], data: dict[str, Any], where: str) -> dict[str, Any]:
     hints = get_type_hints(cls)
-    names = {field.name for field in fields(cls)}
-    if set(data) != names:
-        odd = sorted(set(data) ^ names)[0]
-        raise ModelFormatError(f"{where}: the model's description has {odd} missing or unknown")
-    values = {}
+    # A graph from before a field was there has its default.
+    needed = {field.name for field in fields(cls) if field.default is MISSING}
+    odd = sorted((set(data) - set(hints)) | (needed - set(data)))
+    if odd:
+        raise ModelFormatError(f"{where}: the model's description has {odd[0]} missing or unknown")
+    values: dict[str, Any] = {}
     for name, value in data.items():
+        if name in ("rope", "window_rope") and (value is not None or name == "rope"):
+            values[name] = _rope(value, where)
+            continue
         value = tuple(value) if isinstance(value, list) else value
-        if hints[name] is not RopeSpec and not _matches(value, hints[name]):
+        if not _matches(value, hints[name]):
             raise ModelFormatError(f"{where}: {name} is {value!r}; expected {hints[name]}")
         values[name] = float(value) if isinstance(value, int) and hints[name] is float else value
     return values
@@ -77,9 +81,10 @@ def _check(spec: ModelSpec, where: str) -> None:
         value = getattr(spec, name)
         check(name, value, 0 < value < 1 << 31, "a positive 32-bit size")
     check("num_heads", spec.num_heads, spec.num_heads % spec.num_kv_heads == 0, "a multiple of num_kv_heads")
-    rotary = spec.rope.rotary_dim
-    check("rotary_dim", rotary, 0 < rotary <= spec.head_dim and rotary % 2 == 0, "even, at most head_dim")
-    check("theta", spec.rope.theta, spec.rope.theta > 0, "a positive number")
+    for rope in spec.ropes:
+        rotary = rope.rotary_dim
+        check("rotary_dim", rotary, 0 < rotary <= spec.head_dim and rotary % 2 == 0, "even, at most head_dim")
+        check("theta", rope.theta, rope.theta > 0, "a positive number")
     windows = spec.sliding_windows
     check("sliding_windows", len(windows), len(windows) in (0, spec.num_layers), "one entry a layer")
     check("sliding_windows", windows, all(w is None or w > 0 for w in windows), "positive windows")

@@ -5,9 +5,14 @@ from typing import Any
 
 from ..errors import UnsupportedModelError
 from .config_reader import ConfigReader, shown
+from .gemma2 import gemma2
+from .gemma3 import gemma3_text
+from .granite import granite
 from .llama import llama, mistral
+from .olmo2 import olmo2
 from .qwen2 import qwen2
 from .qwen3 import qwen3
+from .smollm3 import smollm3
 from .spec import ModelSpec
 
 # A new family is a file with one function, and a line here.
@@ -16,6 +21,11 @@ FAMILIES: Mapping[str, Callable[[ConfigReader], ModelSpec]] = {
     "mistral": mistral,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "granite": granite,
+    "smollm3": smollm3,
+    "olmo2": olmo2,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3_text,
 }
 
 

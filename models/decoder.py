@@ -4,7 +4,7 @@ from typing import Any
 
 from ..errors import UnsupportedModelError
 from .config_reader import ConfigReader, shown
-from .rope import rope_from_config
+from .rope import DEFAULT_THETA, rope_from_config
 from .spec import Activation, ModelSpec
 
 # transformers' names (`activations.py`); those of a line differ in rounding only.
@@ -61,17 +61,24 @@ def decoder_spec(
     default_max_position: int,
     default_kv_heads: int | None = None,
     default_head_dim: int | None = None,
+    default_norm_eps: float = 1e-6,
+    default_theta: float = DEFAULT_THETA,
+    default_tied: bool = False,
+    activation_key: str = "hidden_act",
+    default_activation: str = "silu",
     qkv_bias: bool = False,
     output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    own_keys: tuple[str, ...] = (),
 ) -> ModelSpec:
     """The spec of a config whose family gives the arguments. The defaults are those of the family's config
-    class in transformers; None takes the number of heads, or hidden_size / heads.
+    class in transformers; None takes the number of heads, or hidden_size / heads. `own_keys` are those of
+    `FOREIGN_KEYS` that the family has; it reads them itself.
 
     Raises `ModelFormatError` or `UnsupportedModelError`.
     """
-    refuse_foreign_keys(reader, model_type)
+    refuse_foreign_keys(reader, model_type, own_keys)
     hidden = reader.integer("hidden_size", high=MAX_SIZE)
     heads = reader.integer("num_attention_heads", high=MAX_HEADS)
     if reader.has("num_key_value_heads") or "num_key_value_heads" not in reader.config:
@@ -86,9 +93,9 @@ def decoder_spec(
         "head_dim", default_head_dim or hidden // heads, high=MAX_HEAD_DIM, nullable=True
     )
     max_position = reader.integer("max_position_embeddings", default_max_position)
-    activation = reader.string("hidden_act", "silu")
+    activation = reader.string(activation_key, default_activation)
     if activation not in ACTIVATIONS:
-        raise reader.unsupported("hidden_act", activation, ", ".join(ACTIVATIONS))
+        raise reader.unsupported(activation_key, activation, ", ".join(ACTIVATIONS))
     return ModelSpec(
         model_type=model_type,
         vocab_size=reader.integer("vocab_size", high=MAX_VOCAB),
@@ -99,14 +106,14 @@ def decoder_spec(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_position=max_position,
-        norm_eps=reader.number("rms_norm_eps", 1e-6, high=1.0),
-        rope=rope_from_config(reader, head_dim, max_position),
+        norm_eps=reader.number("rms_norm_eps", default_norm_eps, high=1.0),
+        rope=rope_from_config(reader, head_dim, max_position, default_theta),
         activation=ACTIVATIONS[activation],
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
-        tied_embeddings=reader.flag("tie_word_embeddings", False),
+        tied_embeddings=reader.flag("tie_word_embeddings", default_tied),
         sliding_windows=sliding_windows,
     )
 
@@ -115,14 +122,26 @@ def layer_count(reader: ConfigReader) -> int:
     return reader.integer("num_hidden_layers", high=MAX_LAYERS)
 
 
-def refuse_foreign_keys(reader: ConfigReader, model_type: str) -> None:
+def refuse_foreign_keys(reader: ConfigReader, model_type: str, own_keys: tuple[str, ...]) -> None:
     """Raises `UnsupportedModelError` for a key of another family that would change what is computed."""
     for key, neutral in FOREIGN_KEYS.items():
         value = reader.config.get(key)
-        if value not in neutral:
+        if key not in own_keys and value not in neutral:
             raise UnsupportedModelError(
                 f"{reader.where}: {key} is {shown(value)}, which the {model_type} family does not have"
             )
+
+
+def same_window(reader: ConfigReader, layers: int, window: int | None) -> tuple[int | None, ...]:
+    """One window, or none, for all layers. transformers' classes of such families ignore `layer_types`, so
+    one that disagrees was meant for another class (Ministral's, say)."""
+    windows = (window,) * layers
+    if reader.has("layer_types") and layer_type_windows(reader, layers, window) != windows:
+        kind = "full_attention" if window is None else "sliding_attention"
+        raise UnsupportedModelError(
+            f"{reader.where}: layer_types mixes kinds of attention; this family has {kind} in every layer"
+        )
+    return windows
 
 
 def layer_type_windows(reader: ConfigReader, num_layers: int, window: int | None) -> tuple[int | None, ...]:

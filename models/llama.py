@@ -1,8 +1,7 @@
 """Llama 1 to 3, SmolLM2 and others of that shape; Mistral, which is the same with a sliding window."""
 
-from ..errors import UnsupportedModelError
 from .config_reader import ConfigReader
-from .decoder import decoder_spec, layer_count, layer_type_windows
+from .decoder import decoder_spec, layer_count, same_window
 from .spec import ModelSpec
 
 
@@ -14,7 +13,7 @@ def llama(reader: ConfigReader) -> ModelSpec:
         reader,
         model_type="llama",
         num_layers=layers,
-        sliding_windows=_same_window(reader, layers, None),
+        sliding_windows=same_window(reader, layers, None),
         default_max_position=2048,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
@@ -33,19 +32,7 @@ def mistral(reader: ConfigReader) -> ModelSpec:
         reader,
         model_type="mistral",
         num_layers=layers,
-        sliding_windows=_same_window(reader, layers, window),
+        sliding_windows=same_window(reader, layers, window),
         default_max_position=4096 * 32,
         default_kv_heads=8,
     )
-
-
-def _same_window(reader: ConfigReader, layers: int, window: int | None) -> tuple[int | None, ...]:
-    """transformers' classes for these two ignore `layer_types`, so one that disagrees was meant for another
-    class (Ministral's, say)."""
-    windows = (window,) * layers
-    if reader.has("layer_types") and layer_type_windows(reader, layers, window) != windows:
-        kind = "full_attention" if window is None else "sliding_attention"
-        raise UnsupportedModelError(
-            f"{reader.where}: layer_types mixes kinds of attention; this family has {kind} in every layer"
-        )
-    return windows

@@ -10,7 +10,9 @@ DEFAULT_THETA = 10_000.0
 SUPPORTED = "default, linear, llama3, yarn"
 
 
-def rope_from_config(reader: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
+def rope_from_config(
+    reader: ConfigReader, head_dim: int, max_position: int, default_theta: float = DEFAULT_THETA
+) -> RopeSpec:
     """The rotary embedding of a config in either form: transformers 5's `rope_parameters`, or the older
     `rope_theta`, `rope_scaling` and `partial_rotary_factor` beside each other. `rope_scaling` goes first
     where a config has both, and a value inside the object before one beside it.
@@ -28,7 +30,7 @@ def rope_from_config(reader: ConfigReader, head_dim: int, max_position: int) -> 
 
     rope_type = inner.string("rope_type", inner.config.get("type", "default"))
     theta_reader = inner if inner.has("rope_theta") else reader
-    theta = theta_reader.number("rope_theta", DEFAULT_THETA, above=1.0, nullable=True)
+    theta = theta_reader.number("rope_theta", default_theta, above=1.0, nullable=True)
     partial_reader = inner if inner.has("partial_rotary_factor") else reader
     partial = partial_reader.number("partial_rotary_factor", 1.0, high=1.0, nullable=True)
     rotary_dim = int(head_dim * partial)

@@ -3,12 +3,14 @@
 import math
 from dataclasses import dataclass
 from decimal import Context, Decimal
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+# Where a layer's norms stand: on what attention and MLP read, on what they give, or on both.
+NormPlacement = Literal["before", "after", "around"]
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,21 @@ class LinearSpec:
         return self.name.removesuffix(".weight") + ".bias"
 
 
+class LayerNorms(NamedTuple):
+    """A layer's norms by the names of their weights; None where there is none."""
+
+    before_attention: str | None
+    after_attention: str | None
+    before_mlp: str | None
+    after_mlp: str | None
+
+
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only transformer: pre-norm RMSNorm, grouped-query attention with RoPE, gated MLP.
+    """A decoder-only transformer: RMSNorm, grouped-query attention with RoPE, gated MLP.
+
+    What multiplies or is added is said here and done where the model runs, never folded into tensors: these
+    are the checkpoint's own, in whatever form it quantized them.
 
     Tensor names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`); a source with other names
     maps them at import. Weights are [out_features, in_features].
@@ -114,7 +128,8 @@ class ModelSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over head_dim on q and k, before RoPE
+    qk_norm: bool = False  # RMSNorm on q and k, before RoPE
+    qk_norm_per_head: bool = True  # over head_dim; else over all heads of a token together
     tied_embeddings: bool = False
     # One entry a layer: how many tokens it attends to, itself included; None is all of them.
     sliding_windows: tuple[int | None, ...] = ()
@@ -122,6 +137,12 @@ class ModelSpec:
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
     attention_scale: float | None = None  # None is head_dim ** -0.5
+    norm_placement: NormPlacement = "before"
+    norm_offset: float = 0.0  # added to the weights of all norms
+    residual_scale: float = 1.0  # multiplies what attention and MLP give
+    logit_scale: float = 1.0  # multiplies the head's output, before its soft cap
+    window_rope: RopeSpec | None = None  # of layers with a sliding window, where it is another
+    unrotated_layers: tuple[int, ...] = ()  # layers without RoPE
 
     @property
     def q_size(self) -> int:
@@ -145,6 +166,18 @@ class ModelSpec:
         """The window group of each layer: a row of the contract's block table."""
         groups = self.window_groups
         return tuple(map(groups.index, self.sliding_windows)) or (0,) * self.num_layers
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The different rotary embeddings."""
+        return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
+
+    def rope_index(self, layer: int) -> int | None:
+        """Which of `ropes` a layer has; None where it has none."""
+        if layer in self.unrotated_layers:
+            return None
+        windowed = bool(self.sliding_windows) and self.sliding_windows[layer] is not None
+        return 1 if windowed and self.window_rope is not None else 0
 
     @property
     def embedding_name(self) -> str:
@@ -175,13 +208,28 @@ class ModelSpec:
             LinearSpec(p + "mlp.down_proj.weight", hidden, inner, self.mlp_bias),
         )
 
+    def layer_norms(self, layer: int) -> LayerNorms:
+        """The layer's norms around attention and MLP."""
+        names: dict[NormPlacement, tuple[str | None, ...]] = {
+            "before": ("input", None, "post_attention", None),
+            "after": (None, "post_attention", None, "post_feedforward"),
+            "around": ("input", "post_attention", "pre_feedforward", "post_feedforward"),
+        }
+        p = self.layer_prefix(layer)
+        return LayerNorms(*(name and f"{p}{name}_layernorm.weight" for name in names[self.norm_placement]))
+
+    def qk_norms(self, layer: int) -> tuple[str | None, str | None]:
+        """The norms on q and k by the names of their weights; None where there are none."""
+        p = self.layer_prefix(layer) + "self_attn."
+        return (p + "q_norm.weight", p + "k_norm.weight") if self.qk_norm else (None, None)
+
     def norms(self, layer: int) -> dict[str, int]:
         """The layer's norm weights: name to length."""
-        p = self.layer_prefix(layer)
-        names = {p + "input_layernorm.weight": self.hidden_size}
-        if self.qk_norm:
-            names |= {p + f"self_attn.{x}_norm.weight": self.head_dim for x in "qk"}
-        return names | {p + "post_attention_layernorm.weight": self.hidden_size}
+        first, *others = self.layer_norms(layer)
+        q, k = self.qk_norms(layer)
+        q_size, k_size = (self.head_dim,) * 2 if self.qk_norm_per_head else (self.q_size, self.kv_size)
+        sizes = {first: self.hidden_size, q: q_size, k: k_size} | dict.fromkeys(others, self.hidden_size)
+        return {name: size for name, size in sizes.items() if name is not None}
 
     def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Every tensor of one layer: name to shape."""

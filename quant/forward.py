@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..models.spec import Activation, LinearSpec, ModelSpec
+from ..models.spec import Activation, LinearSpec, ModelSpec, RopeSpec
 from .packing import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ def to_torch(tensor: "QuantizedTensor | NDArray[np.float32] | NDArray[np.float16
     return own
 
 
-def rope_tables(spec: ModelSpec, length: int) -> "tuple[Tensor, Tensor]":
+def rope_tables(rope: RopeSpec, length: int) -> "tuple[Tensor, Tensor]":
     """Cosines and sines for positions 0 to length - 1, [length, rotary_dim] float32 each."""
     import torch
 
-    angles = torch.arange(length, dtype=torch.float32)[:, None] * torch.from_numpy(spec.rope.inv_freq())
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * torch.from_numpy(rope.inv_freq())
     angles = torch.cat((angles, angles), dim=1)
-    return angles.cos() * spec.rope.attention_factor, angles.sin() * spec.rope.attention_factor
+    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
 
 
 def embed(spec: ModelSpec, embedding: "Tensor", token_ids: NDArray[np.integer]) -> "Tensor":
@@ -75,14 +75,18 @@ def forward_layer(
     import torch
 
     q, k, v, o, gate, up, down = spec.linears(layer)
-    prefix = spec.layer_prefix(layer)
+    norms, (q_norm, k_norm) = spec.layer_norms(layer), spec.qk_norms(layer)
+    rope = spec.rope_index(layer)
     count, length, _ = hidden.shape
     parts = [slice(i, i + batch) for i in range(0, count, batch)]
-    tables = rope_tables(spec, length)
+    tables = None if rope is None else rope_tables(spec.ropes[rope], length)
 
-    def norm(x: "Tensor", name: str) -> "Tensor":
-        weight = weights[f"{prefix}{name}.weight"]
-        return torch.nn.functional.rms_norm(x, weight.shape, weight, spec.norm_eps)
+    def norm(x: "Tensor", name: str | None) -> "Tensor":
+        return x if name is None else rms_norm(spec, x, weights[name])
+
+    def add(part: slice, y: "Tensor", name: str | None) -> None:
+        y = norm(y, name)
+        hidden[part] += y if spec.residual_scale == 1 else y * spec.residual_scale
 
     def linear(x: "Tensor", which: LinearSpec) -> "Tensor":
         bias = weights[which.bias_name] if which.bias else None
@@ -92,25 +96,26 @@ def forward_layer(
         if before is not None:
             before(linears, x.view(count * length, -1))
 
-    def heads(x: "Tensor", norm_name: str) -> "Tensor":
+    def heads(x: "Tensor", norm_name: str | None) -> "Tensor":
+        x = x if spec.qk_norm_per_head else norm(x, norm_name)
         x = x.view(*x.shape[:2], -1, spec.head_dim)
-        x = norm(x, norm_name) if spec.qk_norm else x
-        return rotate(x.transpose(1, 2), tables)
+        x = norm(x, norm_name) if spec.qk_norm_per_head else x
+        return x.transpose(1, 2) if tables is None else rotate(x.transpose(1, 2), tables)
 
     normed = torch.empty_like(hidden)
     for part in parts:
-        normed[part] = norm(hidden[part], "input_layernorm")
+        normed[part] = norm(hidden[part], norms.before_attention)
     visit((q, k, v), normed)
     attended = hidden.new_empty(count, length, spec.q_size)
     for part in parts:
         x = normed[part]
         values = linear(x, v).view(*x.shape[:2], -1, spec.head_dim).transpose(1, 2)
-        queries, keys = heads(linear(x, q), "self_attn.q_norm"), heads(linear(x, k), "self_attn.k_norm")
+        queries, keys = heads(linear(x, q), q_norm), heads(linear(x, k), k_norm)
         attended[part] = attention(spec, layer, queries, keys, values).transpose(1, 2).flatten(2)
     visit((o,), attended)
     for part in parts:
-        hidden[part] += linear(attended[part], o)
-        normed[part] = norm(hidden[part], "post_attention_layernorm")
+        add(part, linear(attended[part], o), norms.after_attention)
+        normed[part] = norm(hidden[part], norms.before_mlp)
     del attended
     visit((gate, up), normed)
     inner = hidden.new_empty(count, length, spec.intermediate_size)
@@ -119,7 +124,15 @@ def forward_layer(
         inner[part] = activate(linear(x, gate), spec.activation).mul_(linear(x, up))
     visit((down,), inner)
     for part in parts:
-        hidden[part] += linear(inner[part], down)
+        add(part, linear(inner[part], down), norms.after_mlp)
+
+
+def rms_norm(spec: ModelSpec, x: "Tensor", weight: "Tensor") -> "Tensor":
+    """RMSNorm over the last dimension with one of the model's weights."""
+    import torch
+
+    weight = weight + spec.norm_offset if spec.norm_offset else weight
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, spec.norm_eps)
 
 
 def rotate(x: "Tensor", tables: "tuple[Tensor, Tensor]") -> "Tensor":
@@ -169,7 +182,9 @@ def head_logits(spec: ModelSpec, norm: "Tensor", head: "Tensor", hidden: "Tensor
     and the head [vocab, hidden]."""
     import torch
 
-    logits = torch.nn.functional.rms_norm(hidden, norm.shape, norm, spec.norm_eps) @ head.T
+    logits = rms_norm(spec, hidden, norm) @ head.T
+    if spec.logit_scale != 1:
+        logits.mul_(spec.logit_scale)
     if spec.logit_softcap is not None:
         logits = torch.tanh_(logits.div_(spec.logit_softcap)).mul_(spec.logit_softcap)
     return logits

@@ -98,7 +98,8 @@ class CpuExecutor:
         head = embedding if spec.tied_embeddings else _ends(source, spec.head_name)
         self._weight_bytes = head.tiles.nbytes
         builder.set_ends(
-            source.vector(spec.final_norm_name),
+            # Here the head's multiplier costs nothing: what it does to a row, it does to the row's scales.
+            self._norm(source, spec.final_norm_name) * np.float32(spec.logit_scale),
             embedding.tiles, embedding.slices_per_group, head.tiles, head.slices_per_group,
         )  # fmt: skip
         for layer in range(spec.num_layers):
@@ -110,17 +111,12 @@ class CpuExecutor:
                     layer, index, packed.tiles, packed.bits, packed.kind, packed.slices_per_group, bias,
                     packed.permutation,
                 )  # fmt: skip
-            prefix = spec.layer_prefix(layer)
-            q, k = (
-                source.vector(f"{prefix}self_attn.{x}_norm.weight") if spec.qk_norm else None for x in "qk"
-            )
-            builder.set_norms(
-                layer,
-                source.vector(prefix + "input_layernorm.weight"),
-                source.vector(prefix + "post_attention_layernorm.weight"),
-                q,
-                k,
-            )
+            norms = (*spec.layer_norms(layer), *spec.qk_norms(layer))
+            builder.set_norms(layer, *(name and self._norm(source, name) for name in norms))
+
+    def _norm(self, source: PackedSource, name: str) -> NDArray[np.float32]:
+        weight, offset = source.vector(name), self._spec.norm_offset
+        return weight + np.float32(offset) if offset else weight
 
     @property
     def spec(self) -> ModelSpec:
@@ -269,6 +265,7 @@ def _config(spec: ModelSpec, max_position: int | None) -> dict[str, Any]:
             f"supported: {', '.join(ACTIVATIONS)}"
         )
     windows = spec.sliding_windows or (None,) * spec.num_layers
+    ropes = [spec.rope_index(layer) for layer in range(spec.num_layers)]
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
@@ -284,8 +281,10 @@ def _config(spec: ModelSpec, max_position: int | None) -> dict[str, Any]:
         "logit_softcap": spec.logit_softcap or 0.0,
         "embedding_scale": spec.embedding_scale,
         "softmax_scale": spec.softmax_scale,
-        "inv_freq": spec.rope.inv_freq().tolist(),
-        "rope_attention_factor": spec.rope.attention_factor,
+        "residual_scale": spec.residual_scale,
+        "qk_norm_per_head": spec.qk_norm_per_head,
+        "ropes": [(rope.inv_freq().tolist(), rope.attention_factor) for rope in spec.ropes],
+        "rope_of_layer": [-1 if rope is None else rope for rope in ropes],
         "window_of_layer": [w or 0 for w in windows],
         "group_of_layer": list(spec.group_of_layer),
         "num_groups": max(1, len(spec.window_groups)),

@@ -81,7 +81,7 @@ def make_tiny_model(
 ) -> Callable[..., Path]:
     """`make_tiny_model(family="llama", dtype="float32", **config_overrides) -> Path`: a Hugging Face folder
     of a small random model with a real tokenizer, made by transformers; the same arguments give the same
-    folder, which tests must not change. Families: llama, mistral, qwen2, qwen3.
+    folder, which tests must not change. Families: all of `models.config.FAMILIES`.
 
     Norms and biases are random too, so that a forgotten one shows; logits have a spread of about 1.
     """
@@ -109,7 +109,8 @@ def _write_model(folder: Path, family: str, dtype: str, config: dict[str, Any]) 
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.2 * noise)
+                # Gemma's multiply with 1 + weight.
+                parameter.copy_(0.2 * noise if family.startswith("gemma") else 1 + 0.2 * noise)
             elif name.endswith(".bias"):
                 parameter.copy_(0.2 * noise)
             else:

@@ -247,9 +247,12 @@ def _open(
                 raise
             omitted |= dict.fromkeys(too_long, str(error))
             continue
+        # Sequences may share pages that are too few for all of them to be long.
+        layout = loaded.executor.kv_layout
+        held = min(loaded.max_sequences, layout.num_blocks // -(-longest // layout.page_size))
         for case in left:
-            if case.sequences > loaded.max_sequences:
-                omitted[case] = f"memory holds {loaded.max_sequences} of {longest} tokens"
+            if case.sequences > held:
+                omitted[case] = f"memory holds {held} of {longest} tokens"
         return loaded
 
 

@@ -16,7 +16,9 @@ from .workload import GOALS, Goal, Measurement, Settings, Workload
 
 Report = Callable[[str, int, int], None]
 
-MAX_ROUNDS = 9  # of all settings of a stage, interleaved, since a machine's speed drifts
+# Of all settings of a stage, interleaved, since a machine's speed drifts. A single run may have been held up
+# by another process for any time.
+MIN_ROUNDS, MAX_ROUNDS = 2, 9
 EXPECTED_RUNS = 30  # of a whole search, by which the workload is sized
 SMALLEST_PROMPT, SMALLEST_ANSWER, LARGEST_SCALE = 64, 8, 8
 TOKEN_BUDGETS = (256, 128, 64, 1024)  # beside the device's own
@@ -26,24 +28,24 @@ TIME_TOLERANCE, MEMORY_TOLERANCE = 0.03, 0.01
 
 @dataclass(frozen=True)
 class Trial:
-    """Settings, and what was measured with them."""
+    """Settings, and what was measured with them: medians, of two runs the better one."""
 
     settings: Settings
     runs: tuple[Measurement, ...]
 
     @property
     def seconds(self) -> float:
-        return statistics.median(run.seconds for run in self.runs)
+        return statistics.median_low(run.seconds for run in self.runs)
 
     @property
     def first_token(self) -> float:
-        return statistics.median(run.first_token for run in self.runs)
+        return statistics.median_low(run.first_token for run in self.runs)
 
     @property
-    def peak_bytes(self) -> float | None:
+    def peak_bytes(self) -> int | None:
         """Bytes; None where it can't be read."""
         peaks = [run.peak_bytes for run in self.runs if run.peak_bytes is not None]
-        return statistics.median(peaks) if peaks else None
+        return statistics.median_low(peaks) if peaks else None
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def tune(
     progress: Report | None = None,
 ) -> Tuning:
     """Runs the model with other threads, token budgets, speculation and, with `any_kv_dtype`, KV types, one
-    setting after the other, for about so many seconds and at least once with every number of threads; and
+    setting after the other, for about so many seconds and at least twice with every number of threads; and
     keeps what suits the goal best for `LLM`'s device "auto". Tokens never change but with the KV type.
 
     Raises `SettingError` for a value out of range and where our kernels don't run the model, and what `LLM`
@@ -160,7 +162,7 @@ def _measure(
     longest = 0.0
     for number in range(MAX_ROUNDS):
         begin = time.perf_counter()
-        if number and begin + longest > end:
+        if number >= MIN_ROUNDS and begin + longest > end:
             break
         for settings in reversed(candidates) if number % 2 else candidates:
             runs[settings].append(workload.run(path, settings))

@@ -86,13 +86,14 @@ void Decoder::step(const StepInput& input, float* logits) {
 void Decoder::run(int thread) {
     const FloatControl control;
     StepBuffers& b = buffers_;
+    const auto add_mlp = [&](int t, const LayerWeights& w) { add_residual(t, w.biases[kDown], w.after_mlp); };
     if (!embed(thread)) return;
     for (int layer = 0; layer < config_.num_layers; ++layer) {
         LayerWeights& w = weights_.layers[layer];
         SharedWork* work = work_.data() + static_cast<size_t>(layer) * kPhasesPerLayer;
         each_token(thread, input_->tokens, [&](int t) {
-            if (layer > 0) add_residual(t, weights_.layers[layer - 1].biases[kDown]);
-            quantize_input(thread, t, w, kQ, 3, normalized(thread, t, w.input_norm));
+            if (layer > 0) add_mlp(t, weights_.layers[layer - 1]);
+            quantize_input(thread, t, w, kQ, 3, normalized(thread, t, w.before_attention));
         });
         if (w.streamed && thread == 0) fetch_layer(w);
         pool_.barrier();
@@ -111,8 +112,8 @@ void Decoder::run(int thread) {
         linears(thread, w, kO, 1, b.projected.floats(), b.hidden, work[2]);
         pool_.barrier();
         each_token(thread, input_->tokens, [&](int t) {
-            add_residual(t, w.biases[kO]);
-            quantize_input(thread, t, w, kGate, 2, normalized(thread, t, w.post_norm));
+            add_residual(t, w.biases[kO], w.after_attention);
+            quantize_input(thread, t, w, kGate, 2, normalized(thread, t, w.before_mlp));
         });
         pool_.barrier();
         linears(thread, w, kGate, 2, b.projected.floats(), b.gate_up, work[3]);
@@ -124,7 +125,7 @@ void Decoder::run(int thread) {
         pool_.barrier();
         if (w.streamed && thread == 0) stream_->release();
     }
-    each_token(thread, input_->tokens, [&](int t) { add_residual(t, weights_.layers.back().biases[kDown]); });
+    each_token(thread, input_->tokens, [&](int t) { add_mlp(t, weights_.layers.back()); });
     if (input_->rows == 0) return;
     pool_.barrier();
     head(thread);
@@ -159,30 +160,34 @@ bool Decoder::embed(int thread) {
     return true;
 }
 
-// What a token begins with, once its row of the embedding is there: its scale and its rotary angles.
+// What a token begins with, once its row of the embedding is there: its scale and its angles of each RoPE.
 void Decoder::begin_token(int t, float* row) {
     StepBuffers& b = buffers_;
-    const size_t half = config_.inv_freq.size();
     // What pads the last slice stands for no weight, and norms read whole lanes.
     std::fill(row + config_.hidden_size, row + b.hidden, 0.0f);
     if (config_.embedding_scale != 1.0f) kernels_.scale(row, config_.embedding_scale, b.hidden);
     const float position = static_cast<float>(plan_.position_of(t));
-    float* cos = b.cos.floats() + t * half;
-    float* sin = b.sin.floats() + t * half;
-    for (size_t i = 0; i < half; ++i) {
-        const float angle = position * config_.inv_freq[i];
-        const SinCos value = sin_cos(angle);
-        cos[i] = static_cast<float>(value.cos) * config_.rope_attention_factor;
-        sin[i] = static_cast<float>(value.sin) * config_.rope_attention_factor;
+    for (size_t rope = 0; rope < config_.ropes.size(); ++rope) {
+        const auto& [inv_freq, attention_factor] = config_.ropes[rope];
+        float* cos = b.cos_of(t, static_cast<int>(rope));
+        float* sin = b.sin_of(t, static_cast<int>(rope));
+        for (size_t i = 0; i < inv_freq.size(); ++i) {
+            const float angle = position * inv_freq[i];
+            const SinCos value = sin_cos(angle);
+            cos[i] = static_cast<float>(value.cos) * attention_factor;
+            sin[i] = static_cast<float>(value.sin) * attention_factor;
+        }
     }
 }
 
-// RMSNorm of a token's residual, padded with zeros; valid until the thread's next row.
+// RMSNorm of a token's residual, or the residual itself where there is no weight; padded with zeros, and
+// valid until the thread's next row.
 const float* Decoder::normalized(int thread, int t, const std::vector<float>& weight) {
     StepBuffers& b = buffers_;
+    const float* residual = b.residual.floats() + static_cast<size_t>(t) * b.hidden;
+    if (weight.empty()) return residual;
     float* out = b.row(thread);
-    kernels_.rms_norm(b.residual.floats() + static_cast<size_t>(t) * b.hidden, weight.data(),
-                      config_.norm_eps, config_.hidden_size, out);
+    kernels_.rms_norm(residual, weight.data(), config_.norm_eps, config_.hidden_size, out);
     std::fill(out + round_up(config_.hidden_size, 16), out + b.hidden, 0.0f);
     return out;
 }
@@ -236,12 +241,14 @@ const float* Decoder::gated(int thread, int t, const LayerWeights& layer) {
     return out;
 }
 
-// A token's residual += projection (+ bias)
-void Decoder::add_residual(int t, const std::vector<float>& bias) {
+// A token's residual += its projection (+ bias), normalized and scaled where the model does.
+void Decoder::add_residual(int t, const std::vector<float>& bias, const std::vector<float>& norm) {
     StepBuffers& b = buffers_;
     float* y = b.projected.floats() + static_cast<size_t>(t) * b.hidden;
     const int n = round_up(config_.hidden_size, 16);
     if (!bias.empty()) kernels_.add(y, bias.data(), n);
+    if (!norm.empty()) kernels_.rms_norm(y, norm.data(), config_.norm_eps, config_.hidden_size, y);
+    if (config_.residual_scale != 1.0f) kernels_.scale(y, config_.residual_scale, n);
     kernels_.add(b.residual.floats() + static_cast<size_t>(t) * b.hidden, y, n);
 }
 

@@ -55,10 +55,11 @@ class Decoder {
     void linears(int thread, const LayerWeights& layer, LinearIndex first, int count, float* out, int stride,
                  SharedWork& work);
     void rotate_and_store(int thread, int layer);
+    void normalize_heads(const LayerWeights& w, float* q, float* k);
     void attend(int thread, int layer, SharedWork& work);
     void merge_attention(int t, int group);
     const float* gated(int thread, int t, const LayerWeights& layer);
-    void add_residual(int t, const std::vector<float>& bias);
+    void add_residual(int t, const std::vector<float>& bias, const std::vector<float>& norm);
     void head(int thread);
     // Of thread 0, before a barrier: streamed weights are there for all threads after it.
     void fetch_layer(LayerWeights& layer);

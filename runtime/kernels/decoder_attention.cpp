@@ -15,7 +15,9 @@ constexpr float kLog2E = 1.44269504f;
 void Decoder::rotate_and_store(int thread, int layer) {
     StepBuffers& b = buffers_;
     const LayerWeights& w = weights_.layers[layer];
-    const int head_dim = config_.head_dim, half = static_cast<int>(config_.inv_freq.size());
+    const int head_dim = config_.head_dim, rope = config_.rope_of_layer[layer];
+    const int half = rope < 0 ? 0 : static_cast<int>(config_.ropes[rope].inv_freq.size());
+    const bool per_head = config_.qk_norm_per_head;
     const int padded = round_up(head_dim, 16), group = config_.group_of_layer[layer];
     const int32_t* slots = input_->slot_mapping + static_cast<size_t>(group) * input_->tokens;
     const float scale = config_.softmax_scale * (config_.attention_softcap > 0 ? 1.0f : kLog2E);
@@ -23,13 +25,12 @@ void Decoder::rotate_and_store(int thread, int layer) {
     float* row = reinterpret_cast<float*>(b.scratch(thread));
     std::fill_n(row, padded, 0.0f);
     const auto prepare = [&](float* head, const std::vector<float>& norm, int t) {
-        if (!norm.empty()) {
+        if (!norm.empty() && per_head) {
             std::memcpy(row, head, head_dim * sizeof(float));
             kernels_.rms_norm(row, norm.data(), config_.norm_eps, head_dim, row);
             std::memcpy(head, row, head_dim * sizeof(float));
         }
-        kernels_.rope(head, b.cos.floats() + static_cast<size_t>(t) * half,
-                      b.sin.floats() + static_cast<size_t>(t) * half, half);
+        if (rope >= 0) kernels_.rope(head, b.cos_of(t, rope), b.sin_of(t, rope), half);
     };
     each_token(thread, input_->tokens, [&](int t) {
         float* q = b.projected.floats() + static_cast<size_t>(t) * b.qkv;
@@ -38,6 +39,7 @@ void Decoder::rotate_and_store(int thread, int layer) {
         if (!w.biases[kQ].empty()) kernels_.add(q, w.biases[kQ].data(), b.q);
         if (!w.biases[kK].empty()) kernels_.add(k, w.biases[kK].data(), b.kv);
         if (!w.biases[kV].empty()) kernels_.add(v, w.biases[kV].data(), b.kv);
+        if (!per_head) normalize_heads(w, q, k);
         for (int h = 0; h < config_.num_heads; ++h) prepare(q + h * head_dim, w.q_norm, t);
         kernels_.scale(q, scale, b.q);
         const int32_t slot = slots[t];
@@ -49,6 +51,13 @@ void Decoder::rotate_and_store(int thread, int layer) {
             kernels_.store_kv(kv_shape_, page, slot % kPageTokens, k + h * head_dim, v + h * head_dim);
         }
     });
+}
+
+// A token's queries and keys, all heads of each together; their padding is zero.
+void Decoder::normalize_heads(const LayerWeights& w, float* q, float* k) {
+    const int head_dim = config_.head_dim;
+    kernels_.rms_norm(q, w.q_norm.data(), config_.norm_eps, config_.num_heads * head_dim, q);
+    kernels_.rms_norm(k, w.k_norm.data(), config_.norm_eps, config_.num_kv_heads * head_dim, k);
 }
 
 void Decoder::attend(int thread, int layer, SharedWork& work) {

@@ -1,6 +1,7 @@
 // The decoder's Python face. Every array is checked here; nothing in the kernels checks again.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -51,8 +52,13 @@ class Builder {
         c_.logit_softcap = real("logit_softcap");
         c_.embedding_scale = real("embedding_scale");
         c_.softmax_scale = real("softmax_scale");
-        c_.inv_freq = nb::cast<std::vector<float>>(config["inv_freq"]);
-        c_.rope_attention_factor = real("rope_attention_factor");
+        c_.residual_scale = real("residual_scale");
+        c_.qk_norm_per_head = nb::cast<bool>(config["qk_norm_per_head"]);
+        for (const auto& [inv_freq, factor] :
+             nb::cast<std::vector<std::pair<std::vector<float>, float>>>(config["ropes"])) {
+            c_.ropes.push_back({inv_freq, factor});
+        }
+        c_.rope_of_layer = nb::cast<std::vector<int>>(config["rope_of_layer"]);
         c_.window_of_layer = nb::cast<std::vector<int>>(config["window_of_layer"]);
         c_.group_of_layer = nb::cast<std::vector<int>>(config["group_of_layer"]);
         c_.num_groups = integer("num_groups");
@@ -64,13 +70,19 @@ class Builder {
         }
         if (c_.num_heads % c_.num_kv_heads != 0) fail("config", "has heads that do not divide into groups");
         if (c_.head_dim > 512) fail("config", "has head_dim over 512");
-        if (2 * c_.inv_freq.size() > static_cast<size_t>(c_.head_dim))
-            fail("inv_freq", "is longer than half a head");
+        for (const Rope& rope : c_.ropes) {
+            if (2 * rope.inv_freq.size() > static_cast<size_t>(c_.head_dim))
+                fail("ropes", "has one longer than half a head");
+        }
+        check_size("rope_of_layer", c_.rope_of_layer.size(), c_.num_layers);
+        check_range("rope_of_layer", c_.rope_of_layer.data(), c_.rope_of_layer.size(), -1,
+                    static_cast<int>(c_.ropes.size()));
         check_size("window_of_layer", c_.window_of_layer.size(), c_.num_layers);
         check_size("group_of_layer", c_.group_of_layer.size(), c_.num_layers);
         check_range("group_of_layer", c_.group_of_layer.data(), c_.group_of_layer.size(), 0, c_.num_groups);
         w_.layers.resize(c_.num_layers);
         set_.resize(static_cast<size_t>(c_.num_layers) * kLinearCount);
+        norms_set_.resize(c_.num_layers);
     }
 
     void set_linear(int layer, int index, const Tiles& tiles, int bits, int kind, int slices_per_group,
@@ -97,14 +109,24 @@ class Builder {
         set_[static_cast<size_t>(layer) * kLinearCount + index] = true;
     }
 
-    void set_norms(int layer, const Floats1& input, const Floats1& post, const nb::object& q,
+    // A layer's norms; None where it has none.
+    void set_norms(int layer, const nb::object& before_attention, const nb::object& after_attention,
+                   const nb::object& before_mlp, const nb::object& after_mlp, const nb::object& q,
                    const nb::object& k) {
         if (layer < 0 || layer >= c_.num_layers) fail("layer", "is out of range");
         LayerWeights& w = w_.layers[layer];
-        w.input_norm = padded(input, c_.hidden_size, "input_norm");
-        w.post_norm = padded(post, c_.hidden_size, "post_norm");
-        if (!q.is_none()) w.q_norm = padded(array_argument<Floats1>(q, "q_norm"), c_.head_dim, "q_norm");
-        if (!k.is_none()) w.k_norm = padded(array_argument<Floats1>(k, "k_norm"), c_.head_dim, "k_norm");
+        const auto set = [](std::vector<float>& norm, const nb::object& given, int size, const char* name) {
+            if (!given.is_none()) norm = padded(array_argument<Floats1>(given, name), size, name);
+        };
+        const bool per_head = c_.qk_norm_per_head;
+        if (!per_head && (q.is_none() || k.is_none())) fail("q", "and k need norms over all heads");
+        set(w.before_attention, before_attention, c_.hidden_size, "before_attention");
+        set(w.after_attention, after_attention, c_.hidden_size, "after_attention");
+        set(w.before_mlp, before_mlp, c_.hidden_size, "before_mlp");
+        set(w.after_mlp, after_mlp, c_.hidden_size, "after_mlp");
+        set(w.q_norm, q, c_.head_dim * (per_head ? 1 : c_.num_heads), "q_norm");
+        set(w.k_norm, k, c_.head_dim * (per_head ? 1 : c_.num_kv_heads), "k_norm");
+        norms_set_[layer] = true;
     }
 
     void set_ends(const Floats1& norm, const Tiles& embedding, int embedding_slices, const Tiles& head,
@@ -178,8 +200,8 @@ class Builder {
         for (size_t i = 0; i < set_.size(); ++i) {
             if (!set_[i]) fail("layer " + std::to_string(i / kLinearCount), "lacks a linear layer");
         }
-        for (const LayerWeights& layer : w_.layers) {
-            if (layer.input_norm.empty()) fail("norms", "are missing");
+        for (bool set : norms_set_) {
+            if (!set) fail("norms", "are missing");
         }
         if (w_.final_norm.empty()) fail("final_norm", "is missing");
         keep = std::move(keep_);
@@ -192,7 +214,7 @@ class Builder {
     DecoderConfig c_;
     DecoderWeights w_;
     StreamPlaces places_;
-    std::vector<bool> set_;
+    std::vector<bool> set_, norms_set_;
     std::vector<nb::object> keep_;
 };
 
@@ -451,8 +473,9 @@ void bind_decoder(nb::module_& m) {
         .def(nb::init<const nb::dict&>(), "config"_a)
         .def("set_linear", &Builder::set_linear, "layer"_a, "index"_a, "tiles"_a.noconvert(), "bits"_a,
              "kind"_a, "slices_per_group"_a, "bias"_a.none(), "permutation"_a.none())
-        .def("set_norms", &Builder::set_norms, "layer"_a, "input"_a.noconvert(), "post"_a.noconvert(),
-             "q"_a.none(), "k"_a.none())
+        .def("set_norms", &Builder::set_norms, "layer"_a, "before_attention"_a.none(),
+             "after_attention"_a.none(), "before_mlp"_a.none(), "after_mlp"_a.none(), "q"_a.none(),
+             "k"_a.none())
         .def("set_ends", &Builder::set_ends, "norm"_a.noconvert(), "embedding"_a.noconvert(),
              "embedding_slices"_a, "head"_a.noconvert(), "head_slices"_a)
         .def("stream_layer", &Builder::stream_layer, "layer"_a, "offset"_a, "bytes"_a, "tiles"_a)

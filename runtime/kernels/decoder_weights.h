@@ -9,6 +9,12 @@
 
 namespace nybble {
 
+// A rotary embedding: radians per position of each rotated pair, and what multiplies cosines and sines.
+struct Rope {
+    std::vector<float> inv_freq;  // [rotary_dim / 2]
+    float attention_factor = 1;
+};
+
 struct DecoderConfig {
     int vocab_size = 0;
     int hidden_size = 0;
@@ -24,8 +30,10 @@ struct DecoderConfig {
     float logit_softcap = 0;
     float embedding_scale = 1;
     float softmax_scale = 1;
-    std::vector<float> inv_freq;  // [rotary_dim / 2]
-    float rope_attention_factor = 1;
+    float residual_scale = 1;      // of what attention and MLP give
+    bool qk_norm_per_head = true;  // else over all heads of a token together
+    std::vector<Rope> ropes;
+    std::vector<int> rope_of_layer;    // -1 is none
     std::vector<int> window_of_layer;  // tokens, 0 is all
     std::vector<int> group_of_layer;   // row of block_table and slot_mapping
     int num_groups = 1;
@@ -38,7 +46,9 @@ struct LayerWeights {
     PackedLinear linears[kLinearCount];
     std::vector<float> biases[kLinearCount];
     std::vector<int32_t> permutations[kLinearCount];  // stored column j is the input's column permutation[j]
-    std::vector<float> input_norm, post_norm, q_norm, k_norm;
+    // On what attention and MLP read, and on what they give.
+    std::vector<float> before_attention, after_attention, before_mlp, after_mlp;
+    std::vector<float> q_norm, k_norm;
     // Which of their phase's quantized inputs they read: the earliest of an equal permutation, counted from
     // the phase's first. The decoder fills them.
     int input_slots[kLinearCount] = {};

@@ -3,6 +3,15 @@
 #include <algorithm>
 
 namespace nybble {
+namespace {
+
+std::vector<int> begins(const std::vector<Rope>& ropes) {
+    std::vector<int> result{0};
+    for (const Rope& rope : ropes) result.push_back(result.back() + static_cast<int>(rope.inv_freq.size()));
+    return result;
+}
+
+}  // namespace
 
 StepBuffers::StepBuffers(const DecoderConfig& config, const StepPlan& plan, int threads, size_t scratch_bytes)
     : hidden(round_up(config.hidden_size, kSlice)),
@@ -14,8 +23,8 @@ StepBuffers::StepBuffers(const DecoderConfig& config, const StepPlan& plan, int 
       num_kv_heads_(config.num_kv_heads),
       widest_(std::max({hidden, q, inner})),
       projected_(std::max({hidden, qkv, gate_up})),
-      rotary_half_(static_cast<int>(config.inv_freq.size())),
       part_width_(round_up(config.head_dim, 16)),
+      rotary_begin_(begins(config.ropes)),
       parts_of_head_(static_cast<size_t>(plan.max_segments()) * (config.num_heads / config.num_kv_heads)),
       scratch_bytes_((scratch_bytes + 4095) / 4096 * 4096) {
     scratch_.allocate(scratch_bytes_ * threads);
@@ -32,8 +41,8 @@ void StepBuffers::reserve(int tokens, int sequences, int rows) {
         projected.allocate(t * projected_ * sizeof(float));
         attended.allocate(t * q * sizeof(float));
         for (AlignedBuffer& a : activations) a.allocate(t * slices_of(widest_) * kActivation);
-        cos.allocate(t * rotary_half_ * sizeof(float));
-        sin.allocate(t * rotary_half_ * sizeof(float));
+        cos.allocate(t * rotary_begin_.back() * sizeof(float));
+        sin.allocate(t * rotary_begin_.back() * sizeof(float));
         tokens_ = static_cast<int>(t);
     }
     if (sequences > sequences_) {

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "aligned_buffer.h"
 #include "decoder_weights.h"
@@ -33,6 +34,10 @@ class StepBuffers {
         return (static_cast<size_t>(sequence) * num_kv_heads_ + head) * parts_of_head_;
     }
 
+    // A token's cosines and sines of a RoPE, [rotary_dim / 2].
+    float* cos_of(int t, int rope) const { return cos.floats() + rotary_place(t, rope); }
+    float* sin_of(int t, int rope) const { return sin.floats() + rotary_place(t, rope); }
+
     // Elements of a row, padded to whole slices.
     const int hidden, inner, q, kv, qkv, gate_up;
     AlignedBuffer residual;   // [tokens][hidden]
@@ -40,13 +45,18 @@ class StepBuffers {
     AlignedBuffer attended;   // [tokens][q]
     AlignedBuffer picked;     // [rows][hidden]
     AlignedBuffer activations[3], head_activations;  // quantized inputs: one a permutation; the head's
-    AlignedBuffer cos, sin;                          // [tokens][rotary_dim / 2]
+    AlignedBuffer cos, sin;                          // [tokens][rotary_dim / 2 of each RoPE]
     // For the longest context there can be; what is used of them is all that becomes resident.
     AlignedBuffer parts;        // SoftmaxPart
     AlignedBuffer part_values;  // [parts][head_dim rounded up to 16]
 
   private:
-    const int num_kv_heads_, widest_, projected_, rotary_half_, part_width_;
+    size_t rotary_place(int t, int rope) const {
+        return static_cast<size_t>(t) * rotary_begin_.back() + rotary_begin_[rope];
+    }
+
+    const int num_kv_heads_, widest_, projected_, part_width_;
+    const std::vector<int> rotary_begin_;  // of each RoPE in a token's row, and the row's end
     const size_t parts_of_head_, scratch_bytes_;
     int tokens_ = 0, sequences_ = 0, rows_ = 0;
     AlignedBuffer scratch_, rows_of_threads_;

@@ -17,21 +17,28 @@ namespace {
 
 // While one waits for a processor, the read of the other keeps the disk busy.
 constexpr size_t kReaders = 2;
-// Of one read: enough to keep a disk busy, and so little that a row which is asked for meanwhile waits for
-// no more than a fraction of a layer.
-constexpr size_t kPieceBytes = 1 << 20;
+// Of one read: enough to keep a disk busy, and no more pages than it takes at once where none are huge. A row
+// that is asked for meanwhile waits for no more than that.
+constexpr size_t kPieceBytes = 512 << 10;
 // How long the end of a stream waits for reads that have begun.
 constexpr auto kPatience = std::chrono::milliseconds(500);
 
 using Clock = std::chrono::steady_clock;
 
-// A forked child gets none of it. Were a page shared with a child while the disk writes into it, the child
+// Aligned so that huge pages may back it: a disk takes a read into hundreds of scattered pages as several. A
+// forked child gets none of it: were a page shared with a child while the disk writes into it, the child
 // could end up with the page, and this process with a copy from before.
-void allocate_for_reads(AlignedBuffer& buffer, size_t bytes) {
-    buffer.allocate(bytes);
-#ifdef MADV_DONTFORK
-    madvise(buffer.data(), bytes, MADV_DONTFORK);
+uint8_t* allocate_for_reads(AlignedBuffer& buffer, size_t bytes) {
+    constexpr uintptr_t kHugePage = 2 << 20;
+    buffer.allocate(bytes + kHugePage);
+    uint8_t* data = buffer.data() + (-reinterpret_cast<uintptr_t>(buffer.data()) & (kHugePage - 1));
+#ifdef MADV_HUGEPAGE
+    madvise(data, bytes, MADV_HUGEPAGE);
 #endif
+#ifdef MADV_DONTFORK
+    madvise(data, bytes, MADV_DONTFORK);
+#endif
+    return data;
 }
 
 }  // namespace
@@ -41,7 +48,7 @@ void allocate_for_reads(AlignedBuffer& buffer, size_t bytes) {
 struct WeightStream::Shared {
     // A buffer of the ring.
     struct Slot {
-        AlignedBuffer buffer;
+        uint8_t* data = nullptr;
         size_t range = 0;
         size_t missing = 0;   // bytes of its range that have not been read
         int reads = 0;        // that have begun and not ended, those of before a failure included
@@ -59,13 +66,21 @@ struct WeightStream::Shared {
 
     Shared(int descriptor, const std::string& name, const StreamSettings& s)
         : settings(s), file(descriptor, name), slots(s.buffers) {
-        for (Slot& slot : slots) allocate_for_reads(slot.buffer, settings.buffer_bytes);
+        uint8_t* data = allocate_for_reads(ring, settings.buffer_bytes * slots.size());
+        for (Slot& slot : slots) {
+            slot.data = data;
+            data += settings.buffer_bytes;
+        }
         if (settings.matrix.rows > 0) {
             rows.allocate(row_bytes(settings.matrix) * kRowsAtOnce);
-            const size_t tile = settings.matrix.tile_bytes() + 2 * kDirectAlignment;
-            scratch.resize(kReaders);
-            for (AlignedBuffer& buffer : scratch) allocate_for_reads(buffer, tile);
+            tiles = allocate_for_reads(scratch, scratch_bytes() * kReaders);
         }
+    }
+
+    // What a tile takes wherever it lies, in whole units.
+    size_t scratch_bytes() const {
+        const size_t units = settings.matrix.tile_bytes() / kDirectAlignment + 2;
+        return settings.matrix.rows > 0 ? units * kDirectAlignment : 0;
     }
 
     // Reading begins anew where a step does.
@@ -125,7 +140,7 @@ struct WeightStream::Shared {
     std::string perform(const Read& read, uint8_t* tile, size_t& tile_at) const {
         if (read.slot != nullptr) {
             return file.read(settings.ranges[read.range].offset + static_cast<int64_t>(read.at), read.bytes,
-                             read.slot->buffer.data() + read.at);
+                             read.slot->data + read.at);
         }
         const size_t bytes = settings.matrix.tile_bytes();
         const int64_t begin = settings.matrix_offset + static_cast<int64_t>(bytes) * (read.id / kTileRows);
@@ -192,7 +207,8 @@ struct WeightStream::Shared {
 
     const StreamSettings settings;
     const DirectFile file;
-    std::vector<AlignedBuffer> scratch;  // of each reader: a tile of the matrix
+    AlignedBuffer ring, scratch;
+    uint8_t* tiles = nullptr;  // of each reader scratch_bytes(): a tile of the matrix
 
     std::mutex mutex;  // guards what follows
     std::condition_variable work, done;
@@ -256,7 +272,7 @@ void WeightStream::start() {
     }
     while (readers_.size() < kReaders) {
         const auto read = [shared = shared_, reader = readers_.size()] {
-            uint8_t* tile = shared->scratch.empty() ? nullptr : shared->scratch[reader].data();
+            uint8_t* tile = shared->tiles + shared->scratch_bytes() * reader;
             std::unique_lock lock(shared->mutex);
             for (;;) {
                 shared->work.wait(lock, [&] { return shared->stop || shared->has_work(); });
@@ -305,7 +321,7 @@ const uint8_t* WeightStream::acquire() {
     const auto ready = [&] { return s.acquired < s.issued && slot.missing == 0; };
     if (!s.await(lock, settings_.ranges[range].name, slot.problem, ready)) return nullptr;
     ++s.acquired;
-    return slot.buffer.data();
+    return slot.data;
 }
 
 void WeightStream::release() {

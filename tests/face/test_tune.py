@@ -59,6 +59,7 @@ def test_clear_cases() -> None:
     assert choose([trial(1, 1.02, 1.02, 1.1), trial(2, 1.0, 1.0, 1.3)], "latency").settings.threads == 1
     # One slow run among three is another process.
     assert choose([trial(1, 2.0, 2.0, 2.0), trial(2, 1.0, 1.0, 9.0)], "latency").settings.threads == 2
+    assert choose([trial(1, 2.0, 2.1), trial(2, 90.0, 1.0)], "latency").settings.threads == 2
 
 
 def test_memory_that_cannot_be_read_is_no_goal() -> None:

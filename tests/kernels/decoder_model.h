@@ -52,7 +52,16 @@ inline Model make_model(Random& random, bool capped) {
     c.logit_softcap = capped ? 6.0f : 0.0f;
     c.embedding_scale = capped ? 8.5f : 1.0f;
     c.softmax_scale = 0.25f;
-    for (float frequency = 1.0f; c.inv_freq.size() < 8; frequency *= 0.25f) c.inv_freq.push_back(frequency);
+    std::vector<float> frequencies;
+    for (float x = 1.0f; frequencies.size() < 8; x *= 0.25f) frequencies.push_back(x);
+    c.ropes = {{frequencies, 1.0f}};
+    c.rope_of_layer = {0, 0};
+    if (capped) {
+        c.residual_scale = 0.5f;
+        c.qk_norm_per_head = false;
+        c.ropes.push_back({{0.7f, 0.1f, 0.02f}, 1.25f});
+        c.rope_of_layer = {1, -1};
+    }
     c.window_of_layer = {0, 48};
     c.group_of_layer = {0, 1};
     c.num_groups = kGroups;
@@ -77,10 +86,14 @@ inline Model make_model(Random& random, bool capped) {
         }
         // Inputs are shared where permutations are equal, in any order: here by the first and the last.
         if (&layer == &model.weights.layers[1]) layer.permutations[kV] = layer.permutations[kQ];
-        layer.input_norm = padded(random.uniforms(c.hidden_size, 0.3f, 1.0f));
-        layer.post_norm = padded(random.uniforms(c.hidden_size, 0.3f, 1.0f));
-        if (!capped) layer.q_norm = padded(random.uniforms(c.head_dim, 0.3f, 1.0f));
-        if (!capped) layer.k_norm = padded(random.uniforms(c.head_dim, 0.3f, 1.0f));
+        layer.before_attention = padded(random.uniforms(c.hidden_size, 0.3f, 1.0f));
+        layer.before_mlp = padded(random.uniforms(c.hidden_size, 0.3f, 1.0f));
+        layer.q_norm = padded(random.uniforms(capped ? q : c.head_dim, 0.3f, 1.0f));
+        layer.k_norm = padded(random.uniforms(capped ? kv : c.head_dim, 0.3f, 1.0f));
+        if (capped) {
+            layer.after_attention = padded(random.uniforms(c.hidden_size, 0.3f, 1.0f));
+            layer.after_mlp = padded(random.uniforms(c.hidden_size, 0.3f, 1.0f));
+        }
     }
     model.weights.embedding = model.linear(random, c.vocab_size, c.hidden_size, 8, WeightKind::kSymmetric, 2);
     model.weights.head = model.linear(random, c.vocab_size, c.hidden_size, 8, WeightKind::kSymmetric, 1);

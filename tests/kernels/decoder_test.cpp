@@ -112,7 +112,7 @@ void test_decoder(const Kernels& kernels, Results& results) {
         const Model model = make_model(random, capped);
         for (KvType type : {KvType::kF32, KvType::kF16, KvType::kInt8}) {
             if (capped && type == KvType::kF32) continue;
-            current_case() = std::string("decoder") + (capped ? " with caps" : "") + ", cache type " +
+            current_case() = std::string("decoder") + (capped ? " with every switch" : "") + ", cache type " +
                              std::to_string(static_cast<int>(type));
             std::vector<std::vector<float>> whole;
             Session first(model, kernels, 1, type, 1);

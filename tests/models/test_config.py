@@ -7,6 +7,7 @@ import pytest
 
 from nybble.errors import ModelFormatError, UnsupportedModelError
 from nybble.models import ModelSpec, spec_from_config, supported_model_types
+from nybble.models.decoder import ACTIVATIONS
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
@@ -16,7 +17,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "olmo2", "gemma2", "gemma3_text")
 
 
 def config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
@@ -49,6 +50,12 @@ CASES = [
     ("qwen2", {"tie_word_embeddings": True, "use_sliding_window": True, "max_window_layers": 1}),
     ("qwen3", {}),
     ("qwen3", {"attention_bias": True, "head_dim": 16, "tie_word_embeddings": True}),
+    ("granite", {"attention_multiplier": 0.1, "mlp_bias": True}),
+    ("smollm3", {"pad_token_id": 0, "mlp_bias": True}),
+    ("olmo2", {"attention_bias": True, "num_key_value_heads": None}),
+    ("gemma2", {"query_pre_attn_scalar": 144}),
+    ("gemma2", {"final_logit_softcapping": None, "attention_bias": True, "head_dim": 16}),
+    ("gemma3_text", {"final_logit_softcapping": 3.0}),
 ]
 
 
@@ -74,9 +81,10 @@ def test_values_are_those_of_transformers(family: str, changes: dict[str, Any]) 
     attention = model.model.layers[0].self_attn
     assert ours.head_dim == attention.head_dim
     assert ours.softmax_scale == attention.scaling
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    ropes = theirs.rope_parameters
+    assert ours.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
     assert ours.qk_norm == hasattr(attention, "q_norm")
-    assert ours.logit_softcap is None
+    assert ours.logit_softcap == getattr(theirs, "final_logit_softcapping", None)
     assert len(ours.sliding_windows) == 4
 
 
@@ -116,6 +124,11 @@ WINDOWS = [
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
         },
     ),
+    ("smollm3", {"sliding_window": 3, "use_sliding_window": True, "no_rope_layers": [0, 1, 1, 0]}),
+    ("smollm3", {"sliding_window": 3, "use_sliding_window": True, "no_rope_layer_interval": 2}),
+    ("gemma2", {"sliding_window": 3}),
+    ("gemma3_text", {"sliding_window": 3}),
+    ("gemma3_text", {"sliding_window": 3, "sliding_window_pattern": 2}),
 ]
 
 
@@ -125,7 +138,7 @@ def test_windows_mask_what_transformers_masks(family: str, changes: dict[str, An
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = {**SIZES, **changes}
+    settings = {**SIZES, "pad_token_id": 0, **changes}
     theirs = AutoConfig.for_model(family, **settings, attn_implementation="eager")
     model = AutoModelForCausalLM.from_config(theirs).eval()
     length = 8
@@ -150,10 +163,28 @@ def test_defaults_are_those_of_the_config_class(family: str) -> None:
     assert ours.max_position == theirs.max_position_embeddings
     assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.tied_embeddings == theirs.tie_word_embeddings
-    assert ours.activation == theirs.hidden_act
+    activation = theirs.hidden_activation if family.startswith("gemma") else theirs.hidden_act
+    assert ours.activation == ACTIVATIONS[activation]
+    ropes = theirs.rope_parameters
+    assert ours.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
     assert ours.head_dim == (theirs.head_dim if hasattr(theirs, "head_dim") else 4)
-    window = theirs.sliding_window if family == "mistral" else None
-    assert ours.sliding_windows == (window,) * 4
+    kinds = ["sliding_attention"] * 4 if family == "mistral" else getattr(theirs, "layer_types", [None] * 4)
+    windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    assert list(ours.sliding_windows) == windows
+
+
+@pytest.mark.parametrize("changes", [{}, {"no_rope_layer_interval": 3}, {"no_rope_layers": [0, 1, 1, 0, 1]}])
+def test_the_layers_without_rope_are_those_of_transformers(changes: dict[str, Any]) -> None:
+    model = transformers_model(config("smollm3", pad_token_id=0, **changes))
+    rotated = [layer.self_attn.use_rope for layer in model.model.layers]
+    ours = spec("smollm3", **changes)
+    assert [ours.rope_index(layer) is not None for layer in range(4)] == [bool(x) for x in rotated]
+
+
+@pytest.mark.parametrize("layers", [[1, 0, 1], "1010", [1, 2, 1, 1], [1, None, 1, 1]])
+def test_no_rope_layers_says_yes_or_no_for_every_layer(layers: object) -> None:
+    with pytest.raises(ModelFormatError, match=r"no_rope_layers is .* expected a list of 0 and 1, one for"):
+        spec("smollm3", no_rope_layers=layers)
 
 
 def test_another_model_type_is_named_with_what_is_supported() -> None:
@@ -234,6 +265,10 @@ UNSUPPORTED = [
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type is 'dynamic'"),
     ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
     ("qwen3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters has 'rope_type'"),
+    ("olmo2", {"no_rope_layers": [1, 0, 1, 0]}, "no_rope_layers"),
     ("llama", {"head_dim": 5}, "not an even number"),
     ("llama", {"partial_rotary_factor": 0.01}, "not an even number"),
 ]

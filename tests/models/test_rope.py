@@ -1,5 +1,6 @@
 """RoPE frequencies and attention factors, against transformers' own."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -155,6 +156,35 @@ def test_a_partial_rotation_without_scaling_is_that_of_families_that_have_it(ins
     rope = spec_from_config({"model_type": "llama", **SIZES, **given}, "config.json").rope
     assert rope.rotary_dim == 32
     np.testing.assert_allclose(rope.inv_freq(), rotary.inv_freq.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_theta": 5e5, "rope_local_base_freq": 2e4},
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            }
+        },
+    ],
+    ids=str,
+)
+def test_windows_with_a_rope_of_their_own(changes: dict[str, Any]) -> None:
+    from transformers import Gemma3TextConfig
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+
+    settings = {**SIZES, "num_hidden_layers": 6, "head_dim": 64}
+    ours = spec_from_config({"model_type": "gemma3_text", **settings, **changes}, "config.json")
+    rotary = Gemma3RotaryEmbedding(Gemma3TextConfig(**settings, **copy.deepcopy(changes)))
+    assert [ours.rope_index(layer) for layer in range(6)] == [1, 1, 1, 1, 1, 0]
+    for rope, kind in zip(ours.ropes, ("full_attention", "sliding_attention"), strict=True):
+        np.testing.assert_allclose(rope.inv_freq(), getattr(rotary, f"{kind}_inv_freq").numpy(), rtol=1e-6)
+        factor = getattr(rotary, f"{kind}_attention_scaling")
+        assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decoders import FAMILY_CASES
 
 from nybble.models import open_source
 from nybble.models.spec import LinearSpec, ModelSpec, RopeSpec
@@ -46,6 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "sliding window": ("mistral", {"sliding_window": 16}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 32}),
+    **FAMILY_CASES,
 }
 
 

@@ -102,14 +102,17 @@ def test_model_is_closer_than_with_rounding(source: ModelSource, gptq_model: Qua
     assert found < 0.01 * divergence["gptq"]
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [("llama", True), ("llama", False), ("granite", False), ("olmo2", False), ("gemma2", True)],
+)
 def test_dequantized_model_is_what_transformers_computes(
-    make_tiny_model: Callable[..., Path], tied: bool
+    make_tiny_model: Callable[..., Path], family: str, tied: bool
 ) -> None:
     """Our logits of a quantized model against transformers running its dequantized weights."""
     from transformers import AutoModelForCausalLM
 
-    folder = make_tiny_model("llama", tie_word_embeddings=tied)
+    folder = make_tiny_model(family, tie_word_embeddings=tied)
     model = quantize(open_source(folder), replace(RECIPE, act_order="dynamic"), calibration())
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     state = {}

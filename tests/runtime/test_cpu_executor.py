@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from decoders import (
     CASES,
+    FAMILY_CASES,
     MIXED,
     UNUSUAL,
     Pages,
@@ -182,6 +183,27 @@ def test_near_transformers_on_the_dequantized_weights(
     executor.close()
     # Activations in 8 bits are all that differs; these random models amplify them more than trained ones.
     assert mean_kl(transformers_logits(read_config(path), weights, ids), found) < 5e-3
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_a_familys_bits_depend_on_no_chunks_batch_threads_or_instruction_set(
+    case: str, make_tiny_model: Callable[..., Path]
+) -> None:
+    family, overrides = FAMILY_CASES[case]
+    weights = quantized(load(make_tiny_model(family, **overrides)), 4, 32, False, False)
+    ids = some_ids(weights.spec.vocab_size, LENGTH)
+    one = CpuExecutor(weights, threads=1)
+    expected = paged_logits(one, ids, LENGTH)
+    one.close()
+    for isa in supported_kernels():
+        executor = CpuExecutor(weights, threads=3, isa=isa)
+        assert np.array_equal(paged_logits(executor, ids, LENGTH - 3), expected)
+        pages = Pages(weights.spec, 2, LENGTH)
+        executor.allocate_kv(pages.num_blocks, pages.page_size, "f32")
+        for begin in range(0, LENGTH, 50):
+            chunks = [(0, begin, ids[begin : begin + 50]), (1, begin // 10, ids[begin : begin + 5])]
+            assert np.array_equal(executor.step(pages.batch(chunks))[:50], expected[begin : begin + 50])
+        executor.close()
 
 
 @pytest.mark.parametrize("permuted", [False, True])
@@ -592,7 +614,7 @@ def test_the_plan_counts_the_bytes_that_are_held(
     from nybble.devices import RunSettings, load_profile, plan_memory
     from nybble.quant.recipe import Recipe
 
-    spec = replace(odd_spec(), tied_embeddings=tied)
+    spec = replace(odd_spec(), tied_embeddings=tied, norm_placement="around" if tied else "before")
     tensors: Any = {name: np.ones(shape, np.float32) for name, shape in spec.tensors().items()}
     weights = quantized(Weights(spec, tensors), bits, group_size, symmetric, False)
     held = sum(
@@ -612,8 +634,15 @@ def test_the_plan_counts_the_bytes_that_are_held(
 
 
 @pytest.mark.parametrize("threads", [1, 5])
-@pytest.mark.parametrize("sizes", [{}, {"num_heads": 8, "num_kv_heads": 1, "head_dim": 96}])
-def test_the_plan_counts_the_buffers_of_a_step(sizes: dict[str, int], threads: int) -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"num_heads": 8, "num_kv_heads": 1, "head_dim": 96},
+        {"window_rope": RopeSpec(1e4, 10), "sliding_windows": (8, None)},
+    ],
+)
+def test_the_plan_counts_the_buffers_of_a_step(sizes: dict[str, Any], threads: int) -> None:
     from nybble.devices import RunSettings, load_profile
     from nybble.devices.cpu_memory import step_bytes
     from nybble.quant.recipe import Recipe

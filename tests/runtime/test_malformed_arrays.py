@@ -251,6 +251,9 @@ class Call:
     optional: tuple[str, ...] = ()
 
 
+LAYER_NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+
+
 def extension_calls() -> dict[str, Call]:
     builder = _kernels.DecoderBuilder(_config(SPEC, None))
     hidden, q = SPEC.hidden_size, SPEC.num_heads * SPEC.head_dim
@@ -278,9 +281,9 @@ def extension_calls() -> dict[str, Call]:
         ),
         "set_norms": Call(
             builder.set_norms,
-            {"layer": 1, "input": ones, "post": ones, "q": head_ones, "k": head_ones},
-            {"input": Rule(), "post": Rule(), "q": Rule(), "k": Rule()},
-            optional=("q", "k"),
+            {"layer": 1, **dict.fromkeys(LAYER_NORMS, ones), "q": head_ones, "k": head_ones},
+            {name: Rule() for name in (*LAYER_NORMS, "q", "k")},
+            optional=(*LAYER_NORMS, "q", "k"),
         ),
         "set_ends": Call(
             builder.set_ends,

@@ -10,6 +10,7 @@ import pytest
 from decoders import (
     CASES,
     DECODED,
+    FAMILY_CASES,
     MIXED,
     PROMPT,
     UNUSUAL,
@@ -53,6 +54,19 @@ def test_quantized_logits_equal_transformers_on_dequantized_weights(
     # 96 and 80 columns: groups of 64 and 128 end short.
     path = make_tiny_model("qwen2", hidden_size=80, tie_word_embeddings=symmetric)
     weights = quantized(load(path), bits, group_size, symmetric, permuted)
+    ids = some_ids(weights.spec.vocab_size)
+    with OrtExecutor.from_weights(weights, threads=1, accuracy_level=0) as executor:
+        found = paged_logits(executor, ids)
+    assert np.abs(found - transformers_logits(read_config(path), weights, ids)).max() < BOUND
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_a_familys_quantized_logits_equal_transformers_on_dequantized_weights(
+    case: str, make_tiny_model: Callable[..., Path]
+) -> None:
+    family, overrides = FAMILY_CASES[case]
+    path = make_tiny_model(family, **overrides)
+    weights = quantized(load(path), 4, 32, False, False)
     ids = some_ids(weights.spec.vocab_size)
     with OrtExecutor.from_weights(weights, threads=1, accuracy_level=0) as executor:
         found = paged_logits(executor, ids)

@@ -169,6 +169,45 @@ SCALINGS: dict[str, dict[str, Any]] = {
     },
 }
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
+GEMMA: dict[str, Any] = {"sliding_window": 24, "query_pre_attn_scalar": 20}
+# Each switch that only one family has.
+FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 0.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}),
+    "smollm3 window": (
+        "smollm3",
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 24},
+    ),
+    "olmo2": ("olmo2", {"attention_bias": True, "num_key_value_heads": 1}),
+    "olmo2 odd sizes": (
+        "olmo2",
+        {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 12},
+    ),
+    "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 5.0}),
+    "gemma2 uncapped": ("gemma2", {**GEMMA, "attn_logit_softcapping": None, "tie_word_embeddings": False}),
+    "gemma3": ("gemma3_text", {**GEMMA, "num_hidden_layers": 3, "sliding_window_pattern": 3}),
+    "gemma3 scaled": (
+        "gemma3_text",
+        {
+            **GEMMA,
+            **MIXED,
+            "final_logit_softcapping": 5.0,
+            "rope_parameters": {
+                "full_attention": SCALINGS["linear"],
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
@@ -183,6 +222,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 two groups": ("qwen2", {"use_sliding_window": True, "tie_word_embeddings": True, **MIXED}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3 yarn": ("qwen3", {"head_dim": 32, "rope_parameters": SCALINGS["yarn"]}),
+    **FAMILY_CASES,
 }
 
 

@@ -115,7 +115,7 @@ def draw(found: list[Compared], target: Path) -> None:
     """Writes a PNG: perplexity by size, with the reference's as a line. Raises `OutputError`."""
     from matplotlib.figure import Figure
 
-    from ..errors import OutputError
+    from .plot_file import save_plot
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axis = figure.subplots()
@@ -132,7 +132,4 @@ def draw(found: list[Compared], target: Path) -> None:
         axis.legend()
     axis.set(xlabel="MB of weights that every step reads", ylabel="perplexity")
     axis.grid(alpha=0.3)
-    try:
-        figure.savefig(target, dpi=120, format="png")
-    except OSError as error:
-        raise OutputError(f"{target}: {error.strerror or error}") from error
+    save_plot(figure, target)

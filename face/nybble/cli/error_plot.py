@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from ..errors import OutputError, SettingError
+from ..errors import SettingError
 from ..export import open_artifact
-from .plot_file import check_plot
+from .plot_file import check_plot, save_plot
 
 
 def check_plot_of(artifact: Path, target: Path) -> None:
@@ -35,7 +35,4 @@ def draw(artifact: Path, target: Path) -> None:
     axis.grid(alpha=0.3)
     axis.legend()
     axis.set_title(f"{artifact.name}: {opened.manifest.recipe.method}, {opened.manifest.recipe.bits} bits")
-    try:
-        figure.savefig(target, dpi=120, format="png")
-    except OSError as error:
-        raise OutputError(f"{target}: {error.strerror or error}") from error
+    save_plot(figure, target)
