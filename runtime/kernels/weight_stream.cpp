@@ -20,10 +20,9 @@ constexpr size_t kReaders = 2;
 // Of one read: enough to keep a disk busy, and no more pages than it takes at once where none are huge. A row
 // that is asked for meanwhile waits for no more than that.
 constexpr size_t kPieceBytes = 512 << 10;
+constexpr double kOneWait = 0.25;  // seconds
 // How long the end of a stream waits for reads that have begun.
 constexpr auto kPatience = std::chrono::milliseconds(500);
-
-using Clock = std::chrono::steady_clock;
 
 // Aligned so that huge pages may back it: a disk takes a read into hundreds of scattered pages as several. A
 // forked child gets none of it: were a page shared with a child while the disk writes into it, the child
@@ -172,27 +171,28 @@ struct WeightStream::Shared {
     }
 
     // Waits until `ready`, for reads of `what`. False where `trouble` says why it will not be, or no read
-    // ends for too long: then the stream's problem is that.
+    // ends for too long: then the stream's problem is that. Time is counted in short waits, so that a process
+    // that was stopped for a while finds its reads and not a limit that has passed.
     template <typename Ready>
     bool await(std::unique_lock<std::mutex>& lock, const std::string& what, const std::string& trouble,
                Ready ready) {
-        const auto limit =
-            std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(settings.timeout));
+        using Seconds = std::chrono::duration<double>;
         uint64_t seen = progress;
-        auto deadline = Clock::now() + limit;
+        double left = settings.timeout;
         while (!ready()) {
             if (!trouble.empty()) {
                 problem = trouble;
                 return false;
             }
-            if (done.wait_until(lock, deadline) == std::cv_status::timeout && progress == seen) {
-                if (ready() || !trouble.empty()) continue;
+            if (left <= 0) {
                 fail(problem, what, "no read has ended for " + seconds(settings.timeout));
                 return false;
             }
+            const double slice = std::min(left, kOneWait);
+            if (done.wait_for(lock, Seconds(slice)) == std::cv_status::timeout) left -= slice;
             if (progress != seen) {
                 seen = progress;
-                deadline = Clock::now() + limit;
+                left = settings.timeout;
             }
         }
         return true;

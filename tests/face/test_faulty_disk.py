@@ -74,5 +74,10 @@ def test_the_requests_of_that_moment_fail_and_the_next_one_runs(
     assert report["same after"]
 
 
+def test_a_process_that_was_stopped_finds_its_reads(reports: dict[str, dict[str, object]]) -> None:
+    """What stops it (a terminal's Ctrl-Z) takes longer than a read may."""
+    assert reports["stopped"]["error"] is None
+
+
 def test_a_model_closes_while_a_read_is_stuck(reports: dict[str, dict[str, object]]) -> None:
     assert reports["closed"]["closed"]

@@ -7,6 +7,7 @@ moment got, and whether the next one gave what it gave before.
 import errno
 import json
 import os
+import subprocess
 import sys
 import threading
 from contextlib import suppress
@@ -30,11 +31,29 @@ def say(how: str) -> None:
     new.replace(HOW)
 
 
-def stream_everything(layers: int) -> None:
-    """From now on executors are made so, with a short time limit."""
-    streamed = {"residency": ResidencyPlan.spread(layers, layers, streamed_head=True), "read_timeout": 0.3}
+def open_streamed(artifact: str, read_timeout: float) -> LLM:
+    """A model of two layers, all of it streamed."""
+    streamed = {"residency": ResidencyPlan.spread(2, 2, streamed_head=True), "read_timeout": read_timeout}
     from_packed: Any = CpuExecutor.from_packed
-    CpuExecutor.from_packed = lambda *args, **kwargs: from_packed(*args, **{**kwargs, **streamed})
+    try:
+        CpuExecutor.from_packed = lambda *args, **kwargs: from_packed(*args, **{**kwargs, **streamed})
+        return LLM(artifact, threads=2, speculation="off")
+    finally:
+        CpuExecutor.from_packed = from_packed
+
+
+def run_while_stopped(llm: LLM) -> str | None:
+    """A request whose reads stall while the whole process is stopped for longer than they may; its error."""
+    say("stall")
+    new = HOW.with_suffix(".later")
+    new.write_text("pass")
+    commands = f"sleep 0.2; kill -STOP {os.getpid()}; sleep 3; mv {new} {HOW}; kill -CONT {os.getpid()}"
+    with subprocess.Popen(["sh", "-c", commands]):
+        try:
+            tokens(llm)
+        except ExecutorError as error:
+            return str(error)
+    return None
 
 
 def tokens(llm: LLM) -> list[int]:
@@ -43,9 +62,11 @@ def tokens(llm: LLM) -> list[int]:
 
 
 def main(artifact: str) -> None:
-    stream_everything(layers=2)
     say("pass")
-    llm = LLM(artifact, threads=2, speculation="off")
+    with open_streamed(artifact, read_timeout=2.0) as llm:
+        tokens(llm)
+        print(json.dumps({"how": "stopped", "error": run_while_stopped(llm)}), flush=True)
+    llm = open_streamed(artifact, read_timeout=0.3)
     expected = tokens(llm)
     for how in FAULTS:
         say(how)
