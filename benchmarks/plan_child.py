@@ -83,10 +83,11 @@ def prompts(llm: LLM, sequences: int, length: int) -> list[list[int]]:
 def memory(case: Case, opened: Any) -> dict[str, int]:
     """All that a run may do: every sequence at the end of its context at once, sampling, log-probabilities, a
     score; where `streamed`, in the least memory there is for it. Bytes that were planned, and the peak."""
-    run, plan = planned(case, opened)
+    (run, plan), budget = planned(case, opened), "16GB"
     if case["streamed"]:
-        plan = named(case, smallest_plan(run))
-    with open_llm(case, cache=case["cache"], memory_budget=plan.total if case["streamed"] else "16GB") as llm:
+        least = smallest_plan(run)
+        plan, budget = named(case, least), str(least.total)
+    with open_llm(case, cache=case["cache"], memory_budget=budget) as llm:
         asked = prompts(llm, plan.sequences, case["context"] - ANSWER)
         params = SamplingParams(max_tokens=ANSWER, ignore_eos=True, temperature=0.8, logprobs=2)
         llm.generate(asked, params)

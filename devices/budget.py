@@ -29,9 +29,8 @@ def plan_within(
        what the model answers.
 
     What is over gives steps more tokens, and then holds more sequences, up to `max_sequences`, which is
-    `run.sequences` by default. `run`'s own
-    budget and residency are not looked at. Raises `DoesNotFitError` with the numbers and what would fit where
-    the least there is, `smallest_plan`, is too much.
+    `run.sequences` by default. `run`'s own budget and residency are not looked at. Raises `DoesNotFitError`
+    with the numbers and what would fit where the least there is, `smallest_plan`, is too much.
     """
     asked = run.sequences if max_sequences is None else max_sequences
     run = replace(run, budget=budget, sequences=1, residency=None)

@@ -12,28 +12,37 @@ from .packed_sizes import packed_bytes
 from .profile import DeviceProfile, KvDtype
 
 # What a step takes besides, in seconds: the engine and the sampler; the phases of a layer, between which
-# threads wait for each other; an element of a token's rows, which norms, activations and roundings pass over.
-STEP, LAYER, ELEMENT = 0.5e-3, 15e-6, 0.5e-9
+# threads wait for each other.
+STEP, LAYER = 0.5e-3, 15e-6
 
 
 @dataclass(frozen=True)
 class Efficiency:
     """The shares of the limits that the kernels were measured to reach, by bits of a weight: of the bandwidth
     in reading weights for one token; of the integer rate in linear layers. And of attention, whose sums are
-    in float32: what it reaches of the integer rate for one new token, by the cache's type, and for many."""
+    in float32: what it reaches of the integer rate for one new token, by the cache's type, and for many.
+    `element` is in seconds: of an element of a token's rows, which norms, activations and roundings pass
+    over."""
 
     reading: Mapping[int, float]
     arithmetic: Mapping[int, float]
     attention: Mapping[KvDtype, float]
     chunk_attention: float
+    element: float
 
 
 # Kernels with a dot-product instruction (AVX-512 VNNI, AVX-VNNI, NEON). After the first, with SmolLM2 on two
 # cores: 77 % of the bandwidth in a whole decode step, two thirds of the integer rate in a prompt's products.
-DOT = Efficiency({4: 0.85, 8: 0.85}, {4: 0.65, 8: 0.65}, {"f32": 0.05, "f16": 0.05, "int8": 0.06}, 0.13)
+DOT = Efficiency(
+    {4: 0.85, 8: 0.85}, {4: 0.65, 8: 0.65}, {"f32": 0.05, "f16": 0.05, "int8": 0.06}, 0.13, 0.5e-9
+)
 # Without one, where 8-bit weights are widened to 16 bits first. Measured with AVX2 on two cores of an EPYC:
 # `benchmarks/plan.py`.
-WIDENING = Efficiency({4: 0.69, 8: 0.6}, {4: 0.48, 8: 0.25}, {"f32": 0.095, "f16": 0.095, "int8": 0.115}, 0.4)
+WIDENING = Efficiency(
+    {4: 0.69, 8: 0.6}, {4: 0.48, 8: 0.25}, {"f32": 0.095, "f16": 0.095, "int8": 0.115}, 0.4, 0.5e-9
+)
+# ONNX Runtime on a GPU. Our assumption: nothing was measured.
+GPU = Efficiency({4: 0.7, 8: 0.7}, {4: 0.4, 8: 0.4}, {"f32": 0.1, "f16": 0.1, "int8": 0.1}, 0.2, 0.0)
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,8 @@ class Rates:
         """A profile's, None where it does not say."""
         if profile.bandwidth is None or profile.integer_rate is None:
             return None
-        return cls(profile.bandwidth, profile.integer_rate, profile.disk_bandwidth)
+        efficiency = DOT if profile.memory_kind == "host" else GPU
+        return cls(profile.bandwidth, profile.integer_rate, profile.disk_bandwidth, efficiency)
 
     @classmethod
     def measured(cls, limits: MachineLimits, disk_bandwidth: float | None = None) -> "Rates":
@@ -118,7 +128,7 @@ class Roofline:
         """`tokens` new ones, `rows` of logits. `pairs` of a new token and one that it attends to are computed
         at `share` of the integer rate."""
         spec, rates = self._spec, self._rates
-        seconds = STEP + spec.num_layers * (LAYER + tokens * _elements(spec) * ELEMENT)
+        seconds = STEP + spec.num_layers * (LAYER + tokens * _elements(spec) * rates.efficiency.element)
         seconds += self._layers.seconds(tokens, rates) + self._head.seconds(rows, rates)
         seconds += 4 * pairs * spec.q_size * spec.num_layers / (share * rates.integer_rate)
         return max(seconds, self._streamed / rates.disk_bandwidth) if rates.disk_bandwidth else seconds

@@ -138,15 +138,18 @@ def open_planned(path: str | Path, bits: int | None = None, group_size: int | No
 
 
 def _config(path: str | Path) -> Mapping[str, Any] | None:
-    """The `config.json` of a folder that is no artifact, or that is named itself; None for anything else."""
+    """The `config.json` of a folder with a model that is not quantized yet, or that is named itself; None for
+    anything else."""
     file = Path(path)
     if str(path) in ALIASES and not os.path.exists(path):
         return None
-    if os.path.isdir(path) and not os.path.lexists(file / MANIFEST):
+    if os.path.isdir(path):
         file = file / "config.json"
-    elif file.suffix != ".json":
-        return None
-    return read_json_object(file, str(file))
+        if os.path.lexists(file.with_name(MANIFEST)):
+            return None
+        config = read_json_object(file, str(file))
+        return None if config.get("quantization_config") else config
+    return read_json_object(file, str(file)) if file.suffix == ".json" else None
 
 
 def _rates(profile: DeviceProfile, device: str, streamed_from: str | Path | None) -> Rates | None:
