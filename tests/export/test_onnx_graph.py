@@ -244,6 +244,17 @@ def test_a_damaged_graph_is_refused_in_one_line(case: str, written: Path, tmp_pa
     assert "\n" not in str(caught.value)
 
 
+def test_a_graph_from_before_a_field_was_there_has_its_default(written: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(written, tmp_path / "onnx")
+    newer = {"norm_placement", "norm_offset", "residual_scale", "logit_scale", "window_rope"}
+
+    def older(text: str) -> str:
+        return json.dumps({key: value for key, value in json.loads(text).items() if key not in newer})
+
+    damage(folder, lambda model: set_metadata(model, "nybble.spec", older))
+    assert OnnxWeights(folder / "decoder.onnx").spec == OnnxWeights(written / "decoder.onnx").spec
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff" * 100, b"GGUF"])
 def test_what_is_no_onnx_file_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "decoder.onnx").write_bytes(content)
