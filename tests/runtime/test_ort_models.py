@@ -25,7 +25,7 @@ from decoders import (
 )
 from numpy.typing import NDArray
 
-from nybble.devices.kernels import supported_kernels
+from nybble._kernels import supported_kernels
 from nybble.export.weights import LogicalTensor
 from nybble.models.open import open_source
 from nybble.runtime.ort_executor import OrtExecutor
@@ -217,6 +217,6 @@ def test_smollm2_with_rounded_activations_is_near_and_stays_so_in_chunks(
         single = paged_logits(executor, smol.ids, 1)
     expected, found = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (smol_4bit_logits, whole))
     assert (np.exp(expected) * (expected - found)).sum(-1).mean() < 1e-2
-    # Without AVX-512 VNNI, ONNX Runtime's kernels for few rows and for many round apart: 93 to 96 % with AVX2.
+    # Without AVX-512 VNNI, ONNX Runtime rounds few rows and many apart: 93 to 96 % with AVX2.
     enough = 0.98 if "avx512vnni" in supported_kernels() else 0.9
     assert (whole.argmax(-1) == single.argmax(-1)).mean() >= enough
