@@ -52,7 +52,8 @@ def plan_on_kernels(run: RunSettings) -> MemoryPlan:
         residency=residency,
         linears=sum(layer.linears for layer in resident),
         ends=0 if residency.streamed_head else sizes.ends,
-        norms=sum(layer.vectors for layer in resident) + sizes.last_norm,
+        # Those of streamed layers are copied when the file is opened.
+        norms=sum(layer.vectors for layer in sizes.layers) + sizes.last_norm,
         buffers=residency.stream_buffer_bytes(sections, head_tile),
         packed=0,
         kv_token=kv_bytes_per_token(spec, run.kv),

@@ -1,7 +1,6 @@
 """Reads a GPTQ checkpoint back as logical tensors: the artifact's half, and what GPTQModel or AutoGPTQ wrote
 in the same layout."""
 
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -9,66 +8,32 @@ from numpy.typing import NDArray
 
 from ..errors import ModelFormatError, UnsupportedModelError
 from ..models.config import spec_from_config
-from ..models.config_reader import read_json_object, shown
-from ..models.spec import LinearSpec, ModelSpec
-from ..quant.packing import QuantizedTensor, from_gptq, gptq_zeros, quantize_head
+from ..models.config_reader import read_json_object
+from ..quant.packing import QuantizedTensor, from_gptq, gptq_zeros
 from ..quant.packing_narrow import widen_gptq, widened_zeros
 from ..quant.packing_rows import ROW_STEP, MatrixKind, MatrixRows, all_in_the_middle
+from .checkpoint_weights import CheckpointWeights
 from .gptq import linear_layout
 from .gptq_config import GptqConfig
 from .layer_overrides import LinearFormat
-from .shards import FLOATS, Shards
-from .weights import LogicalTensor
+from .shards import FLOATS
 
 
-class GptqWeights:
-    """`LogicalWeights` over a folder. Opening checks the configs, the headers, and every tensor's presence,
-    dtype and shape; tensors are read when asked for and not kept. Close it, or use it in a `with`.
-
-    The embedding and the head come in the 8-bit form of `packing.quantize_head`, and so do linear layers that
-    the checkpoint left unquantized. Those of 2 and 3 bits come as 4 bits that stand for the same weights.
-    """
+class GptqWeights(CheckpointWeights):
+    """Layers of 2 and 3 bits come as 4 bits that stand for the same weights."""
 
     def __init__(self, folder: Path) -> None:
         """Raises `ModelFormatError` or `UnsupportedModelError`, naming the file, tensor or setting."""
-        self.folder = Path(folder)
-        config_path = self.folder / "config.json"
-        config = read_json_object(config_path, str(config_path))
-        self.spec: ModelSpec = spec_from_config(config, str(config_path))
-        self.gptq_config = read_gptq_config(self.folder, config)
-        if self.gptq_config.lm_head and self.spec.tied_embeddings:
+        folder = Path(folder)
+        where = str(folder / "config.json")
+        config = read_json_object(folder / "config.json", where)
+        spec = spec_from_config(config, where)
+        self.gptq_config = read_gptq_config(folder, config)
+        if self.gptq_config.lm_head and spec.tied_embeddings:
             raise UnsupportedModelError(
-                f"{config_path}: lm_head is true, but the head is the embedding, which is not quantized"
+                f"{where}: lm_head is true, but the head is the embedding, which is not quantized"
             )
-        self._shards = Shards(self.folder)
-        try:
-            self._check_tensors()
-        except BaseException:
-            self.close()
-            raise
-
-    def tensor(self, name: str) -> LogicalTensor:
-        """One of `spec.tensors()`. Raises `ModelFormatError` for another name or damaged content."""
-        matrix = self.matrix(name)
-        return self._shards.floats(name) if matrix is None else matrix.whole()
-
-    def matrix(self, name: str) -> MatrixRows | None:
-        """Raises as `tensor` does, and so do its parts."""
-        if name not in self._shapes:
-            raise ModelFormatError(f"{self.folder}: the model has no tensor {shown(name)}")
-        if len(self._shapes[name]) < 2:
-            return None
-        stored = self.format_of(name)
-        if name in self._linears and stored is not None:
-            return self._quantized(name, stored)
-        quantized = None if stored is None else self._quantized(name, stored)
-
-        def read(begin: int, end: int) -> QuantizedTensor:
-            if quantized is None:
-                return quantize_head(self._shards.floats(name, (begin, end)), name)
-            return quantize_head(quantized.read(begin, end).dequantize(), name)
-
-        return MatrixRows.of_head(self._shapes[name], read)
+        super().__init__(folder, spec)
 
     def format_of(self, name: str) -> LinearFormat | None:
         """How a tensor of two dimensions is stored; None where it is not quantized."""
@@ -77,31 +42,11 @@ class GptqWeights:
             return config.format_of(name.removesuffix(".weight"))
         return None
 
-    @property
-    def paths(self) -> list[Path]:
-        """The files that hold the tensors."""
-        return self._shards.paths
-
-    def close(self) -> None:
-        self._shards.close()
-
-    def __enter__(self) -> "GptqWeights":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @cached_property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return self.spec.tensors()
-
-    @cached_property
-    def _linears(self) -> dict[str, LinearSpec]:
-        layers = range(self.spec.num_layers)
-        return {linear.name: linear for layer in layers for linear in self.spec.linears(layer)}
-
-    def _quantized(self, name: str, stored: LinearFormat) -> MatrixRows:
+    def _quantized(self, name: str) -> MatrixRows | None:
         """The format has a weight's outputs as columns."""
+        stored = self.format_of(name)
+        if stored is None:
+            return None
         stem, (out, columns), shards = name.removesuffix(".weight"), self._shapes[name], self._shards
         qweight, qzeros, scales, g_idx = (f"{stem}.{x}" for x in ("qweight", "qzeros", "scales", "g_idx"))
         groups = shards.raw(g_idx) if g_idx in shards else None
@@ -140,17 +85,16 @@ class GptqWeights:
         kind: MatrixKind = "symmetric" if all_in_the_middle(zeros, some.bits) else "zeros"
         return MatrixRows(out, columns, some.bits, some.group_size, kind, some.permutation, read)
 
-    def _check_tensors(self) -> None:
-        for name, shape in self._shapes.items():
-            stored = self.format_of(name)
-            if stored is None:
-                self._shards.check(name, FLOATS, shape)
-                continue
-            why = f" for {stored.bits} bits and group size {stored.group_size}"
-            stem, (out, columns) = name.removesuffix(".weight"), shape
-            for part in linear_layout(stem, out, columns, stored.bits, stored.group_size):
-                if not part.name.endswith(".g_idx") or part.name in self._shards:
-                    self._shards.check(part.name, (part.dtype,), part.shape, why)
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        stored = self.format_of(name)
+        if stored is None:
+            self._shards.check(name, FLOATS, shape)
+            return
+        why = f" for {stored.bits} bits and group size {stored.group_size}"
+        stem, (out, columns) = name.removesuffix(".weight"), shape
+        for part in linear_layout(stem, out, columns, stored.bits, stored.group_size):
+            if not part.name.endswith(".g_idx") or part.name in self._shards:
+                self._shards.check(part.name, (part.dtype,), part.shape, why)
 
 
 def read_gptq_config(folder: Path, config: dict[str, Any]) -> GptqConfig:

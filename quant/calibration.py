@@ -75,7 +75,7 @@ def read_text(path: Path, render: Render | None) -> str:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise CalibrationError(f"{path}: cannot be read as calibration text: {error.strerror}") from None
+        raise CalibrationError(f"{path}: cannot be read: {error.strerror}") from None
     try:
         text = data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
