@@ -22,6 +22,7 @@ from tokenizers import Tokenizer as Backend
 
 from nybble.models.spec import ModelSpec, RopeSpec
 from nybble.runtime.batch import Batch
+from nybble.runtime.engine import Engine
 from nybble.runtime.executor import KvLayout
 from nybble.runtime.tokenizer import Tokenizer
 
@@ -247,5 +248,14 @@ def make_executor() -> Callable[..., NumpyExecutor]:
         executor = NumpyExecutor(**options)
         executor.allocate_kv(num_blocks, page_size)
         return executor
+
+    return make
+
+
+@pytest.fixture
+def make_engine(make_executor: Callable[..., Any], byte_tokenizer: Tokenizer) -> Callable[..., Engine]:
+    def make(executor: Any = None, **options: Any) -> Engine:
+        settings = {"max_model_len": 200, "max_batch_tokens": 16, "eos_token_ids": [0], **options}
+        return Engine(executor or make_executor(), byte_tokenizer, **settings)
 
     return make

@@ -1,18 +1,15 @@
 """The engine over a small real decoder: tokens do not depend on what else runs, pages always come back."""
 
-import os
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from engines import PROMPT, answer, expected_tokens, reference_without_end, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nybble.errors import (
-    AllocationError,
     DeadlineExceeded,
     DoesNotFitError,
     ExecutorError,
@@ -20,24 +17,14 @@ from nybble.errors import (
     RequestError,
     SettingError,
 )
-from nybble.kvcache import FileStore, KvCache
+from nybble.kvcache import KvCache
 from nybble.runtime.engine import Engine, build_batch
-from nybble.runtime.sampler import log_softmax, sample
 from nybble.runtime.sampling_params import ResolvedSampling, SamplingParams
 from nybble.runtime.scheduler import Chunk
 from nybble.runtime.sequence import Request, Sequence
 from nybble.runtime.tokenizer import Tokenizer
 
 Make = Callable[..., Any]
-
-
-@pytest.fixture
-def make_engine(make_executor: Make, byte_tokenizer: Tokenizer) -> Make:
-    def make(executor: Any = None, **options: Any) -> Engine:
-        settings = {"max_model_len": 200, "max_batch_tokens": 16, "eos_token_ids": [0], **options}
-        return Engine(executor or make_executor(), byte_tokenizer, **settings)
-
-    return make
 
 
 def test_a_batch_is_arrays_that_kernels_read(byte_tokenizer: Tokenizer) -> None:
@@ -63,38 +50,6 @@ def test_a_batch_is_arrays_that_kernels_read(byte_tokenizer: Tokenizer) -> None:
     assert batch.block_table[1].tolist() == [[1, 2, -1], [3, 4, 5], [6, 7, 8]]
     slots = [0, 1, 2, 3, 4, 4 * 4 + 1, 5 * 4 + 2, 5 * 4 + 3, 6 * 4]
     assert batch.slot_mapping.tolist() == [slots, [slot + 4 for slot in slots]]
-
-
-def run(engine: Engine) -> None:
-    for _ in range(10_000):
-        if not engine.has_work:
-            return
-        engine.step()
-    raise AssertionError("the engine does not come to an end")
-
-
-def answer(engine: Engine, prompt: list[int], **params: Any) -> Sequence:
-    sequence = engine.add(Request("one", tuple(prompt), SamplingParams(**params)))
-    run(engine)
-    return sequence
-
-
-def expected_tokens(
-    executor: Any, prompt: list[int], count: int, sampling: Any = None, seed: int = 0
-) -> list[int]:
-    """Tokens of a plain loop that computes the whole text anew for each of them, up to an end token."""
-    tokens = list(prompt)
-    for _ in range(count):
-        row = executor.reference(tokens)[-1]
-        chosen = sampling or ResolvedSampling()
-        seen = np.unique(tokens)
-        tokens.append(sample(row, chosen, seed=seed, index=0, position=len(tokens), seen=seen))
-        if tokens[-1] == 0:
-            break
-    return tokens[len(prompt) :]
-
-
-PROMPT = [5, 9, 33, 12, 7, 60, 41, 2, 18]
 
 
 @pytest.mark.parametrize("windows", [(None, None), (None, 5), (3, None, 6)])
@@ -216,13 +171,6 @@ def test_running_out_of_pages_preempts_the_youngest_and_changes_nothing(
     assert order == ["0", "1", "2"]
     prefilled = sum(len(batch.token_ids) for batch in executor.steps)
     assert prefilled > 3 * (9 + 24)  # something was computed twice
-
-
-def reference_without_end(executor: Any, prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(np.argmax(executor.reference(tokens)[-1])))
-    return tokens[len(prompt) :]
 
 
 def test_a_preempted_request_comes_before_later_ones(make_engine: Make, make_executor: Make) -> None:
@@ -515,315 +463,6 @@ def test_generation_config_gives_what_is_unset(make_engine: Make, make_executor:
     output = answer(make_engine(executor, generation_config=config), PROMPT, max_tokens=20, seed=4).output()
     expected = expected_tokens(executor, PROMPT, 20, ResolvedSampling(temperature=2.0, top_k=5), seed=4)
     assert list(output.token_ids) == expected
-
-
-class TestSeveralAnswers:
-    """`n` and `best_of`: answers that begin in the same pages."""
-
-    @pytest.mark.parametrize("max_sequences", [1, 2, 8])
-    def test_each_has_random_numbers_of_its_own_and_what_it_would_have_alone(
-        self, make_engine: Make, make_executor: Make, max_sequences: int
-    ) -> None:
-        executor = make_executor()
-        engine = make_engine(executor, max_sequences=max_sequences)
-        sequence = answer(engine, PROMPT, n=4, temperature=4.0, seed=5, max_tokens=20)
-        outputs = sequence.output().outputs
-        assert [output.index for output in outputs] == [0, 1, 2, 3]
-        for index, output in enumerate(outputs):
-            assert list(output.token_ids) == sampled(executor, PROMPT, 20, 4.0, 5, index)
-        assert len({output.token_ids for output in outputs}) == 4
-        assert engine.pages_free == 64
-
-    def test_the_prompt_is_computed_once_and_its_pages_are_shared(
-        self, make_engine: Make, make_executor: Make
-    ) -> None:
-        executor = make_executor()
-        engine = make_engine(executor, max_batch_tokens=100, eos_token_ids=[])
-        sequence = engine.add(Request("a", tuple(PROMPT), SamplingParams(n=5, temperature=1.0, max_tokens=4)))
-        assert engine.step() == [sequence]
-        assert [len(batch.token_ids) for batch in executor.steps] == [9]
-        assert len(sequence.samples) == 5
-        assert 64 - engine.pages_free == 3
-        assert engine.statistics.pages_shared == 3
-        assert engine.step() == [sequence]
-        assert len(executor.steps[1].token_ids) == 5
-        assert 64 - engine.pages_free == 2 + 5  # the third page is written by each
-        run(engine)
-        assert sequence.finished
-
-    def test_what_the_first_answer_says_is_nothing_to_the_others(self, make_engine: Make) -> None:
-        settings: list[dict[str, Any]] = [
-            {"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"repetition_penalty": 5.0},
-        ]  # fmt: skip
-        for penalty in settings:
-            alone = answer(make_engine(), PROMPT, temperature=0.0, max_tokens=12, **penalty).output()
-            together = answer(make_engine(), PROMPT, n=3, temperature=0.0, max_tokens=12, **penalty).output()
-            assert [each.token_ids for each in together.outputs] == [alone.token_ids] * 3
-
-    def test_best_of_gives_the_most_likely_first(self, make_engine: Make, make_executor: Make) -> None:
-        executor = make_executor()
-        sequence = answer(
-            make_engine(executor), PROMPT, n=2, best_of=6, temperature=4.0, seed=3, max_tokens=10, logprobs=0
-        )
-        assert len(sequence.samples) == 6
-        totals = {}
-        for index in range(6):
-            tokens = sampled(executor, PROMPT, 10, 4.0, 3, index)
-            rows = log_softmax(executor.reference(PROMPT + tokens)[len(PROMPT) - 1 : -1])
-            totals[tuple(tokens)] = sum(row[token] for row, token in zip(rows, tokens, strict=True))
-        best = sorted(totals, key=lambda tokens: -totals[tokens])[:2]
-        assert [output.token_ids for output in sequence.output().outputs] == best
-
-    def test_pieces_say_which_answer_they_are_of(self, make_engine: Make) -> None:
-        sequence = answer(make_engine(), PROMPT, n=3, temperature=1.5, seed=5, max_tokens=12)
-        for index, output in enumerate(sequence.output().outputs):
-            pieces = [piece for piece in sequence.pieces if piece.index == index]
-            assert "".join(piece.text for piece in pieces) == output.text
-            assert tuple(piece.token_id for piece in pieces) == output.token_ids
-            assert pieces[-1].finish_reason == output.finish_reason
-
-    def test_an_error_fails_all_and_an_abort_ends_all(self, make_engine: Make, make_executor: Make) -> None:
-        executor = make_executor()
-        engine = make_engine(executor, eos_token_ids=[])
-        executor.fail_at = {3: RuntimeError("x")}
-        failed = engine.add(Request("a", tuple(PROMPT), SamplingParams(n=3, max_tokens=30)))
-        run(engine)
-        assert all(isinstance(sample.error, ExecutorError) for sample in failed.samples)
-        aborted = engine.add(Request("b", tuple(PROMPT), SamplingParams(n=3, max_tokens=30)))
-        engine.step()
-        engine.step()
-        engine.abort("b")
-        assert [output.finish_reason for output in aborted.output().outputs] == ["abort"] * 3
-        assert engine.pages_free == 64
-        assert not engine.has_work
-
-    def test_an_error_in_another_answer_leaves_nothing_of_the_first(
-        self, make_engine: Make, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        engine = make_engine()
-
-        def fork(sequence: Sequence, other: Sequence) -> None:
-            raise RuntimeError("x")
-
-        monkeypatch.setattr(engine._scheduler, "fork", fork)
-        sequence = answer(engine, PROMPT, n=2, max_tokens=1)
-        assert isinstance(sequence.error, ExecutorError)
-        assert sequence.finish_reason is not None  # it had ended before
-        assert engine.statistics.running == 0
-        assert engine.pages_free == 64
-
-
-def sampled(
-    executor: Any, prompt: list[int], count: int, temperature: float, seed: int, index: int
-) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        row = executor.reference(tokens)[-1]
-        sampling = ResolvedSampling(temperature=temperature)
-        tokens.append(sample(row, sampling, seed=seed, index=index, position=len(tokens)))
-        if tokens[-1] == 0:
-            break
-    return tokens[len(prompt) :]
-
-
-class TestPrefixes:
-    def test_what_was_computed_before_is_not_computed_again(
-        self, make_engine: Make, make_executor: Make
-    ) -> None:
-        executor = make_executor()
-        engine = make_engine(executor, eos_token_ids=[])
-        first = answer(engine, PROMPT, max_tokens=20)
-        chat = [*first.tokens, 9, 8, 7]
-        before = sum(len(batch.token_ids) for batch in executor.steps)
-        second = answer(engine, chat, max_tokens=5)
-        # All full pages of the first turn, the answer's among them, and of the next page what is the same.
-        assert second.hit_tokens == second.output().timings.cached_tokens == 28
-        assert sum(len(batch.token_ids) for batch in executor.steps) - before == len(chat) - 28 + 4
-        assert list(second.output().token_ids) == reference_without_end(executor, chat, 5)
-        assert engine.statistics.hit_rate == 28 / (len(PROMPT) + len(chat))
-
-    def test_a_score_takes_nothing_over_and_survives_a_preemption(
-        self, make_engine: Make, make_executor: Make
-    ) -> None:
-        executor = make_executor(10, 4)
-        engine = make_engine(executor, max_model_len=40, eos_token_ids=[], max_batch_tokens=6)
-        engine.add(Request("a", tuple(PROMPT), SamplingParams(max_tokens=25)))
-        engine.step()
-        text = [*PROMPT, *PROMPT, 11]
-        scored = engine.add(Request("b", tuple(text), score=True))
-        for _ in range(3):
-            engine.step()
-        assert scored.scores
-        engine._scheduler._preempt()
-        run(engine)
-        rows = log_softmax(executor.reference(text))
-        expected = [row[token] for row, token in zip(rows, text[1:], strict=False)]
-        assert scored.preemptions
-        assert scored.scores == pytest.approx(expected)
-
-
-class TestContextEnd:
-    def test_error_refuses_what_might_come_to_it(self, make_engine: Make) -> None:
-        engine = make_engine(max_model_len=20)
-        fits = SamplingParams(max_tokens=11)
-        engine.add(Request("a", tuple(PROMPT), fits, on_context_end="error"))
-        with pytest.raises(RequestError, match="has 9 tokens, and max_tokens is 12; the context holds 20"):
-            engine.add(Request("b", tuple(PROMPT), SamplingParams(max_tokens=12), on_context_end="error"))
-
-    @pytest.mark.parametrize("n_keep", [0, 3, 9, 17])
-    @pytest.mark.parametrize("budget", [2, 50])
-    def test_slide_goes_on_from_the_first_and_the_last_tokens(
-        self, make_engine: Make, make_executor: Make, n_keep: int, budget: int
-    ) -> None:
-        executor = make_executor()
-        engine = make_engine(executor, max_model_len=20, max_batch_tokens=budget, eos_token_ids=[])
-        params = SamplingParams(max_tokens=50, temperature=1.0, seed=1)
-        request = Request("a", tuple(PROMPT), params, on_context_end="slide", n_keep=n_keep)
-        sequence = engine.add(request)
-        run(engine)
-        context, expected = list(PROMPT), []
-        for position in range(len(PROMPT), len(PROMPT) + 50):
-            row = executor.reference(context)[-1]
-            sampling = ResolvedSampling(temperature=1.0)
-            expected.append(sample(row, sampling, seed=1, index=0, position=position))
-            context.append(expected[-1])
-            if len(context) == 20:
-                dropped = max(1, (20 - n_keep) // 2)
-                context = context[:n_keep] + context[n_keep + dropped :]
-        assert list(sequence.output().token_ids) == expected
-        assert sequence.finish_reason == "length"
-        assert engine.pages_free == 64
-
-    @pytest.mark.parametrize(
-        ("options", "params", "error", "message"),
-        [
-            ({"on_context_end": "loop"}, {}, SettingError, "on_context_end is 'loop'; expected stop, error"),
-            ({"on_context_end": "slide"}, {}, SettingError, "max_tokens unset"),
-            (
-                {"on_context_end": "slide", "n_keep": 19}, {"max_tokens": 50}, SettingError,
-                "n_keep is 19; expected 0 to 18",
-            ),
-            ({"deadline": 0.0}, {}, SettingError, "deadline is 0.0; expected more than 0 seconds"),
-        ],
-    )  # fmt: skip
-    def test_settings_that_make_no_sense_are_refused(
-        self, make_engine: Make, options: Any, params: Any, error: type[Exception], message: str
-    ) -> None:
-        with pytest.raises(error, match=message):
-            make_engine(max_model_len=20).add(
-                Request("a", tuple(PROMPT), SamplingParams(**params), **options)
-            )
-
-
-class TestMemoryRunsOut:
-    def test_a_step_without_memory_is_tried_again_in_smaller_ones(
-        self, make_engine: Make, make_executor: Make
-    ) -> None:
-        executor = make_executor()
-        whole, most = executor.step, 3
-
-        def step(batch: Any) -> Any:
-            if len(batch.token_ids) > most:
-                raise MemoryError
-            return whole(batch)
-
-        executor.step = step
-        engine = make_engine(executor, eos_token_ids=[])
-        prompts = [PROMPT[i:] + PROMPT[:i] for i in range(4)]
-        sequences = [
-            engine.add(Request(str(i), tuple(p), SamplingParams(max_tokens=9))) for i, p in enumerate(prompts)
-        ]
-        run(engine)
-        for sequence, prompt in zip(sequences, prompts, strict=True):
-            assert list(sequence.output().token_ids) == reference_without_end(executor, prompt, 9)
-        assert engine.statistics.allocation_failures
-        assert engine.statistics.preemptions
-
-    def test_where_no_step_finds_any_a_request_fails_and_says_so(
-        self, make_engine: Make, make_executor: Make
-    ) -> None:
-        executor = make_executor()
-
-        def step(batch: Any) -> Any:
-            raise AllocationError("no memory")
-
-        executor.step = step
-        sequence = answer(make_engine(executor), PROMPT)
-        assert str(sequence.error) == "no memory"
-        told = answer(make_engine(executor, explain_shortage=lambda: "the numbers"), PROMPT)
-        assert isinstance(told.error, AllocationError)
-        assert str(told.error) == "no memory; the numbers"
-
-    def swap_all(self, make_engine: Make, executor: Any, **settings: Any) -> Any:
-        """Three requests for which there are too few pages; each gets its answer."""
-        engine = make_engine(executor, max_model_len=40, eos_token_ids=[], share_prefixes=False, **settings)
-        prompts = [PROMPT[i:] + PROMPT[:i] for i in range(3)]
-        sequences = [
-            engine.add(Request(str(i), tuple(p), SamplingParams(max_tokens=25)))
-            for i, p in enumerate(prompts)
-        ]
-        run(engine)
-        for sequence, prompt in zip(sequences, prompts, strict=True):
-            assert list(sequence.output().token_ids) == reference_without_end(executor, prompt, 25)
-        assert engine.statistics.preemptions
-        assert engine._swapper.used == 0
-        return engine
-
-    def test_swapped_pages_are_read_back_and_not_computed_again(
-        self, make_engine: Make, make_executor: Make
-    ) -> None:
-        executor = make_executor(10, 4, windows=(None, 5))
-        executor.swap_is_cheaper = lambda tokens: True
-        self.swap_all(make_engine, executor)
-        assert sum(len(batch.token_ids) for batch in executor.steps) == 3 * (9 + 24)
-
-    def test_pages_wait_in_a_file_where_computing_them_takes_longer(
-        self, make_engine: Make, make_executor: Make, tmp_path: Path
-    ) -> None:
-        now = [0.0]
-        executor = make_executor(10, 4, windows=(None, 5))
-        whole = executor.step
-
-        def step(batch: Any) -> Any:
-            now[0] += len(batch.token_ids)  # a second a token
-            return whole(batch)
-
-        executor.step = step
-        engine = self.swap_all(
-            make_engine, executor, clock=lambda: now[0], swap_file=FileStore(tmp_path, clock=lambda: now[0])
-        )
-        assert engine._swapper.count == engine.statistics.preemptions
-        assert sum(len(batch.token_ids) for batch in executor.steps) == 3 * (9 + 24)
-        assert list(tmp_path.iterdir()) == []
-
-    def test_pages_are_computed_again_where_that_is_faster_than_a_file(
-        self, make_engine: Make, make_executor: Make, tmp_path: Path
-    ) -> None:
-        class Slow(FileStore):
-            def seconds(self, nbytes: int) -> float:
-                return 1e9
-
-        engine = self.swap_all(make_engine, make_executor(10, 4), swap_file=Slow(tmp_path))
-        assert engine._swapper.count == 0
-
-    @pytest.mark.parametrize("call", ["pwrite", "preadv", "mkstemp"])
-    def test_a_failing_swap_file_fails_no_request(
-        self, make_engine: Make, make_executor: Make, tmp_path: Path, call: str,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:  # fmt: skip
-        class Free(FileStore):
-            def seconds(self, nbytes: int) -> float:
-                return -1.0
-
-        failures = []
-
-        def fail(*args: Any, **kwargs: Any) -> None:
-            failures.append(call)
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(tempfile if call == "mkstemp" else os, call, fail)
-        self.swap_all(make_engine, make_executor(10, 4), swap_file=Free(tmp_path))
-        assert failures
 
 
 def test_a_request_past_its_deadline_fails_and_is_named_by_the_step(make_engine: Make) -> None:
