@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelFormatError, UnsupportedModelError
+from .gguf_families import FAMILIES
+from .gguf_metadata import Metadata
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Metadata of other architectures that changes what is computed; absent or 0 where it is not used.
 _FOREIGN = (
     *("expert_count", "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "logit_scale"),
@@ -17,61 +18,6 @@ _FOREIGN = (
 )
 # Original context lengths that llama3 scaling is tried with; Llama 3.1 and 3.2 have the first.
 _ORIGINAL_CONTEXTS = (8192, *(1 << n for n in range(10, 18)))
-
-
-class Metadata:
-    """Checked access to metadata: each method raises `ModelFormatError` naming the key and what was found."""
-
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.values, self.where = values, where
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.values
-
-    def get(self, key: str, kind: type, default: Any, expected: str) -> Any:
-        value = self.values.get(key, default)
-        if value is not None and (
-            not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
-        ):
-            found = repr(value) if isinstance(value, str | int | float) else f"an array of {len(value)}"
-            raise ModelFormatError(f"{self.where}: {key} is {found[:60]}; expected {expected}")
-        return value
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value: str | None = self.get(key, str, default, "a string")
-        if value is None:
-            raise ModelFormatError(f"{self.where}: the metadata lacks {key}")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        return bool(self.get(key, bool, default, "a boolean"))
-
-    def integer(self, key: str, default: int | None = None, most: int = 1 << 31) -> int:
-        """A number from 0 to `most`. An array (one number a layer) is accepted where all are equal."""
-        value = self.values.get(key)
-        if isinstance(value, np.ndarray) and value.size and value.dtype.kind in "iu":
-            if (value != value[0]).any():
-                raise UnsupportedModelError(f"{self.where}: {key} differs between layers")
-            value = int(value[0])
-        else:
-            value = self.get(key, int, default, "a whole number")
-        if value is None:
-            raise ModelFormatError(f"{self.where}: the metadata lacks {key}")
-        if not 0 <= value <= most:
-            raise ModelFormatError(f"{self.where}: {key} is {value}; expected 0 to {most}")
-        return int(value)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number. What was stored in 32 bits becomes the shortest decimal that rounds to it, which
-        is the number the original config had."""
-        value = self.values.get(key, default)
-        if value is None:
-            raise ModelFormatError(f"{self.where}: the metadata lacks {key}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ModelFormatError(f"{self.where}: {key} is {str(value)[:60]!r}; expected a finite number")
-        with np.errstate(over="ignore"):
-            single = np.float32(value)
-        return float(str(single)) if float(single) == value else float(value)
 
 
 def config_from_metadata(
@@ -84,11 +30,14 @@ def config_from_metadata(
     metadata that is missing or inconsistent.
     """
     arch = meta.text("general.architecture")
-    if arch not in ARCHITECTURES:
+    family = FAMILIES.get(arch)
+    if family is None:
         raise UnsupportedModelError(
-            f"{meta.where}: general.architecture is {arch[:60]!r}; supported: {', '.join(ARCHITECTURES)}"
+            f"{meta.where}: general.architecture is {arch[:60]!r}; supported: {', '.join(FAMILIES)}"
         )
     for name in _FOREIGN:
+        if name in family.own_keys:
+            continue
         value = meta.values.get(f"{arch}.{name}", 0)
         if not isinstance(value, int | float) or value != 0:
             raise UnsupportedModelError(f"{meta.where}: {arch}.{name} is set, which is not supported")
@@ -101,8 +50,8 @@ def config_from_metadata(
         raise ModelFormatError(f"{meta.where}: {arch}.attention.head_count or embedding_length is 0")
     head_dim = _head_dim(meta, arch, hidden, heads)
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[arch]],
-        "model_type": arch,
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         "vocab_size": embedding[0],
         "hidden_size": hidden,
         "intermediate_size": meta.integer(f"{arch}.feed_forward_length"),
@@ -110,7 +59,7 @@ def config_from_metadata(
         "num_attention_heads": heads,
         "num_key_value_heads": meta.integer(f"{arch}.attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "hidden_act": "silu",
+        family.activation[0]: family.activation[1],
         "max_position_embeddings": meta.integer(f"{arch}.context_length"),
         "rms_norm_eps": meta.number(f"{arch}.attention.layer_norm_rms_epsilon"),
         "rope_theta": meta.number(f"{arch}.rope.freq_base", 10000.0),
@@ -119,11 +68,11 @@ def config_from_metadata(
     scaling = _rope_scaling(meta, arch, config, rope_factors)
     if scaling is not None:
         config["rope_scaling"] = scaling
-    if arch != "qwen2":
-        config["attention_bias"] = "blk.0.attn_q.bias" in shapes
-    if arch == "llama":
-        config["mlp_bias"] = "blk.0.ffn_gate.bias" in shapes
-    _sliding_window(meta, arch, config)
+    biases = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
+    config |= {key: biases[key] in shapes for key in family.biases}
+    family.add_keys(meta, config)
+    if "attention.sliding_window" not in family.own_keys:
+        _sliding_window(meta, arch, config)
     return config
 
 

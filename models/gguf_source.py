@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from ..errors import MissingDependencyError, ModelFormatError, UnsupportedModelError
 from .config import spec_from_config
-from .gguf_config import Metadata, config_from_metadata
+from .gguf_config import config_from_metadata
+from .gguf_families import FAMILIES
 from .gguf_file import GgufTensor, read_bytes, read_header
+from .gguf_metadata import Metadata
 from .gguf_tokenizer import generation_config, tokenizer_files
 from .spec import ModelSpec
 
@@ -24,19 +26,6 @@ BLOCK_QUANTS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", 
 _CHUNK_ELEMENTS = 1 << 20  # decoded at once; bounds the working memory beside the tensor itself
 _DIGEST_CHUNK = 1 << 20
 
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 _TOP_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -45,14 +34,14 @@ _TOP_NAMES = {
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, layer_names: Mapping[str, str]) -> str:
     """The GGUF name of a tensor with this Hugging Face name: `model.layers.3.mlp.up_proj.weight` is
-    `blk.3.ffn_up.weight`."""
+    `blk.3.ffn_up.weight`, where `layer_names` has "ffn_up" for "mlp.up_proj"."""
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
     layer, module = name.removeprefix("model.layers.").split(".", 1)
     module, kind = module.rsplit(".", 1)
-    return f"blk.{layer}.{_LAYER_NAMES[module]}.{kind}"
+    return f"blk.{layer}.{layer_names[module]}.{kind}"
 
 
 def open_gguf(path: Path, origin: str) -> "GgufSource":
@@ -92,8 +81,7 @@ class GgufSource:
             meta, {name: tensor.shape for name, tensor in header.tensors.items()}, factors
         )
         self.spec: ModelSpec = spec_from_config(self.config, origin)
-        # Conversion to GGUF interleaves the halves of each q and k head for the llama architecture only.
-        self._permuted = meta.text("general.architecture") == "llama"
+        self._family = FAMILIES[meta.text("general.architecture")]
         self._check_tensors()
         self._meta: Metadata | None = meta
 
@@ -151,6 +139,8 @@ class GgufSource:
         infinity, `MissingDependencyError` where its type needs the `gguf` package."""
         entry = self._entry(name)
         values, places = self._decode(entry), self._places(name, entry.shape[0])
+        if self._family.norm_offset and name.endswith("norm.weight"):
+            values -= self._family.norm_offset
         if places is None:
             return values
         result = np.empty_like(values)
@@ -182,7 +172,7 @@ class GgufSource:
     def _entry(self, name: str) -> GgufTensor:
         if name not in self._names:
             raise ModelFormatError(f"{self.origin}: the model has no tensor {name!r}")
-        return self._tensors[gguf_name(name)]
+        return self._tensors[gguf_name(name, self._family.layer_names)]
 
     def _places(self, name: str, rows: int) -> NDArray[np.intp] | None:
         """Where each of the file's rows is in the Hugging Face tensor, None where all are in place: rows of a
@@ -193,7 +183,7 @@ class GgufSource:
     def _interleaved_heads(self, name: str) -> int | None:
         """How many heads a tensor has whose rows are interleaved in the file."""
         for part, heads in (("q", self.spec.num_heads), ("k", self.spec.num_kv_heads)):
-            if self._permuted and f".self_attn.{part}_proj." in name:
+            if self._family.interleaved and f".self_attn.{part}_proj." in name:
                 return heads
         return None
 
@@ -209,7 +199,8 @@ class GgufSource:
         """Exactly the tensors of the spec, each of its shape and of a type that is read."""
         shapes = self.spec.tensors()
         self._names = frozenset(shapes)
-        expected = {gguf_name(name): (name, shape) for name, shape in shapes.items()}
+        layer_names = self._family.layer_names
+        expected = {gguf_name(name, layer_names): (name, shape) for name, shape in shapes.items()}
         for name, (source, shape) in expected.items():
             entry = self._tensors.get(name)
             if entry is None:

@@ -8,7 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ..errors import ModelFormatError, UnsupportedModelError
-from .gguf_config import Metadata
+from .gguf_metadata import Metadata
 from .gguf_pretokenizers import PRETOKENIZERS, PreTokenizer
 
 _PREFIX = "tokenizer.ggml."

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 DATA = Path(__file__).parent / "data"
 VOCABULARIES = DATA / "gguf_vocabularies.json"
 GOLDEN = DATA / "llamacpp_token_ids.json"
@@ -406,3 +409,28 @@ def llamacpp_ids(
     subprocess.run([python, "-c", _WORKER, str(request), str(answer)], check=True, timeout=300)
     result = json.loads(answer.read_text(encoding="utf-8"))
     return result["version"], result["ids"]
+
+
+_LOGITS_WORKER = """
+import ctypes, json, sys
+import llama_cpp, numpy
+request = json.load(open(sys.argv[1], encoding="utf-8"))
+silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
+llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
+float32 = 0  # of the cache; nothing else of the model is rounded
+model = llama_cpp.Llama(
+    request["path"], n_ctx=128, n_batch=128, n_threads=1, logits_all=True, type_k=float32, type_v=float32,
+    flash_attn=False, swa_full=True, verbose=False,
+)
+model.eval(request["ids"])
+numpy.save(sys.argv[2], numpy.array(model.scores[: len(request["ids"])], numpy.float32))
+"""
+
+
+def llamacpp_logits(python: str, path: Path, ids: list[int], scratch: Path) -> NDArray[np.float32]:
+    """llama.cpp's logits [n, vocab] of a model in float32 after each of its token ids."""
+    request, answer = scratch / "request.json", scratch / "logits.npy"
+    request.write_text(json.dumps({"path": str(path), "ids": ids}), encoding="utf-8")
+    subprocess.run([python, "-c", _LOGITS_WORKER, str(request), str(answer)], check=True, timeout=300)
+    logits: NDArray[np.float32] = np.load(answer)
+    return logits

@@ -24,6 +24,27 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+# Where an architecture has other norms, by the names that they have in it.
+NORMS_AFTER = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+NORMS = {
+    "gemma2": {"pre_feedforward_layernorm": "ffn_norm", **NORMS_AFTER},
+    "gemma3": {"pre_feedforward_layernorm": "ffn_norm", **NORMS_AFTER},
+    "olmo2": NORMS_AFTER,
+}
+# Rows of q and k are interleaved.
+INTERLEAVED = ("llama", "granite", "smollm3")
+
+
+def converted(name: str, values: NDArray[Any], arch: str, head_dim: int) -> NDArray[Any]:
+    """A Hugging Face tensor's values as they are in the file."""
+    if arch in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
+        return interleaved(values, head_dim)
+    if arch.startswith("gemma") and name.endswith("norm.weight"):
+        return values + 1
+    return values
 
 
 def write_gguf(folder: Path, path: Path, type_of: Callable[[str], str]) -> Path:
@@ -49,8 +70,7 @@ def write_gguf(folder: Path, path: Path, type_of: Callable[[str], str]) -> Path:
     for name, values in load_file(folder / "model.safetensors").items():
         if config["tie_word_embeddings"] and name.startswith("lm_head"):
             continue
-        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
-            values = interleaved(values, head_dim)
+        values = converted(name, values, arch, head_dim)
         if values.ndim == 1:
             writer.add_tensor(to_gguf_name(name), values)
         else:
@@ -63,12 +83,12 @@ def write_gguf(folder: Path, path: Path, type_of: Callable[[str], str]) -> Path:
     return path
 
 
-def to_gguf_name(name: str) -> str:
+def to_gguf_name(name: str, arch: str = "llama") -> str:
     stem, kind = name.rsplit(".", 1)
     if not stem.startswith("model.layers."):
         return f"{NAMES[stem]}.{kind}"
     layer, module = stem.removeprefix("model.layers.").split(".", 1)
-    return f"blk.{layer}.{NAMES[module]}.{kind}"
+    return f"blk.{layer}.{NORMS.get(arch, NAMES).get(module) or NAMES[module]}.{kind}"
 
 
 def interleaved(values: NDArray[Any], head_dim: int) -> NDArray[Any]:
