@@ -7,7 +7,7 @@ from typing import Self
 
 from ..errors import ModelFormatError
 from ..models.config_reader import shown
-from ..models.spec import ModelSpec
+from ..models.spec import ModelSpec, StoredRows
 from ..quant.packing import QuantizedTensor, quantize_head
 from ..quant.packing_rows import MatrixRows
 from .shards import Shards
@@ -35,33 +35,38 @@ class CheckpointWeights(ABC):
 
     @abstractmethod
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises where what is stored of a tensor of the model is not there or not as the config says."""
+        """Raises where what is stored of a tensor is not there or not as the config says."""
 
     @abstractmethod
     def _quantized(self, name: str) -> MatrixRows | None:
-        """A tensor of two dimensions as it is quantized; None where it is not."""
+        """A tensor of the checkpoint, of two dimensions, as it is quantized; None where it is not."""
 
     def tensor(self, name: str) -> LogicalTensor:
         """One of `spec.tensors()`. Raises `ModelFormatError` for another name or damaged content."""
         matrix = self.matrix(name)
-        return self._shards.floats(name) if matrix is None else matrix.whole()
+        if matrix is not None:
+            return matrix.whole()
+        stored, begin, end = self._rows[name]
+        return self._shards.floats(stored, (begin, end))
 
     def matrix(self, name: str) -> MatrixRows | None:
         """Raises as `tensor` does, and so do its parts."""
-        if name not in self._shapes:
+        rows = self._rows.get(name)
+        if rows is None:
             raise ModelFormatError(f"{self.folder}: the model has no tensor {shown(name)}")
-        if len(self._shapes[name]) < 2:
+        stored = rows.name
+        if len(self._shapes[stored]) < 2:
             return None
-        quantized = self._quantized(name)
-        if quantized is not None and name in self._linears:
-            return quantized
+        quantized = self._quantized(stored)
+        if quantized is not None and stored in self._linears:
+            return quantized.part(rows.begin, rows.end)
 
         def read(begin: int, end: int) -> QuantizedTensor:
             if quantized is None:
-                return quantize_head(self._shards.floats(name, (begin, end)), name)
-            return quantize_head(quantized.read(begin, end).dequantize(), name)
+                return quantize_head(self._shards.floats(stored, (begin, end)), stored)
+            return quantize_head(quantized.read(begin, end).dequantize(), stored)
 
-        return MatrixRows.of_head(self._shapes[name], read)
+        return MatrixRows.of_head(self._shapes[stored], read).part(rows.begin, rows.end)
 
     @property
     def paths(self) -> list[Path]:
@@ -79,9 +84,14 @@ class CheckpointWeights(ABC):
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return self.spec.tensors()
+        """Of the tensors of the checkpoint, were it not quantized."""
+        return self.spec.stored_tensors()
+
+    @cached_property
+    def _rows(self) -> dict[str, StoredRows]:
+        return self.spec.stored_rows()
 
     @cached_property
     def _linears(self) -> frozenset[str]:
         layers = range(self.spec.num_layers)
-        return frozenset(linear.name for layer in layers for linear in self.spec.linears(layer))
+        return frozenset(stored.linear.name for layer in layers for stored in self.spec.stored_linears(layer))

@@ -2,17 +2,18 @@
 vLLM load."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import OutputError
+from ..errors import OutputError, QuantizationError
 from ..models.spec import ModelSpec
 from ..quant.model import QuantizedModel
 from ..quant.packing import CheckpointFormat, QuantizedTensor, to_gptq
+from ..quant.packing_rows import stacked
 from .safetensors_writer import ShardPlan, ShardWriter, TensorLayout, index_json, plan_shards
 
 SHARD_LIMIT = 4 << 30  # bytes
@@ -33,11 +34,11 @@ def linear_layout(
 
 
 def gptq_layout(spec: ModelSpec, bits: int, group_size: int) -> dict[str, tuple[TensorLayout, ...]]:
-    """Every tensor of the checkpoint, by the model's tensor it stores: four for a linear layer's weight, one
-    in float16 for anything else. In the order data meets them."""
-    linears = {x.name: x for layer in range(spec.num_layers) for x in spec.linears(layer)}
+    """Every tensor of the checkpoint, by its name in an unquantized one: four for a linear layer's weight,
+    one in float16 for anything else. In the order data meets them."""
+    linears = {x.linear.name for layer in range(spec.num_layers) for x in spec.stored_linears(layer)}
     layout = {}
-    for name, shape in spec.tensors().items():
+    for name, shape in spec.stored_tensors().items():
         if name in linears:
             stem = name.removesuffix(".weight")
             layout[name] = linear_layout(stem, shape[0], shape[1], bits, group_size)
@@ -65,12 +66,15 @@ def write_gptq(
     recipe = model.recipe
     layout = gptq_layout(model.spec, recipe.bits, recipe.group_size)
     shards = plan_shards(layout.values(), shard_limit)
-    source = {part.name: name for name, parts in layout.items() for part in parts}
+    stored_name = {part.name: name for name, parts in layout.items() for part in parts}
+    sources: dict[str, list[str]] = {}
+    for name, rows in model.spec.stored_rows().items():
+        sources.setdefault(rows.name, []).append(name)
     for shard in shards:
         writer = ShardWriter(folder, shard)
         try:
-            for name in dict.fromkeys(source[t.name] for t in shard.tensors):
-                for part, array in _parts(model, name, checkpoint_format).items():
+            for name in dict.fromkeys(stored_name[t.name] for t in shard.tensors):
+                for part, array in _parts(model, name, sources[name], checkpoint_format).items():
                     advance(writer.put(part, array))
             writer.close()
         except BaseException:
@@ -80,13 +84,27 @@ def write_gptq(
         (folder / INDEX_NAME).write_text(json.dumps(index_json(shards), indent=2) + "\n", encoding="utf-8")
 
 
-def _parts(model: QuantizedModel, name: str, checkpoint_format: CheckpointFormat) -> dict[str, NDArray[Any]]:
-    tensor = model.tensors.get(name)
-    if tensor is None:
-        raise OutputError(f"{name}: is missing from the quantized model")
-    if isinstance(tensor, QuantizedTensor):
+def _parts(
+    model: QuantizedModel, name: str, sources: Sequence[str], checkpoint_format: CheckpointFormat
+) -> dict[str, NDArray[Any]]:
+    """What the checkpoint holds of its tensor `name`, whose rows are the model's tensors `sources`."""
+    quantized: list[QuantizedTensor] = []
+    plain: list[NDArray[np.float16]] = []
+    for source in sources:
+        tensor = model.tensors.get(source)
+        if tensor is None:
+            raise OutputError(f"{source}: is missing from the quantized model")
+        if not isinstance(tensor, QuantizedTensor):
+            plain.append(tensor.astype(np.float16, copy=False))
+            continue
         if tensor.bits != model.recipe.bits:
-            raise OutputError(f"{name}: has {tensor.bits} bits; the recipe says {model.recipe.bits}")
-        stem = name.removesuffix(".weight")
-        return {f"{stem}.{part}": array for part, array in to_gptq(tensor, checkpoint_format).items()}
-    return {name: tensor.astype(np.float16, copy=False)}
+            raise OutputError(f"{source}: has {tensor.bits} bits; the recipe says {model.recipe.bits}")
+        quantized.append(tensor)
+    if plain:
+        return {name: plain[0] if len(plain) == 1 else np.concatenate(plain)}
+    stem = name.removesuffix(".weight")
+    try:
+        whole = stacked(quantized)
+    except QuantizationError as error:
+        raise OutputError(f"{name}: {error}") from None
+    return {f"{stem}.{part}": array for part, array in to_gptq(whole, checkpoint_format).items()}

@@ -36,7 +36,7 @@ class GptqWeights(CheckpointWeights):
         super().__init__(folder, spec)
 
     def format_of(self, name: str) -> LinearFormat | None:
-        """How a tensor of two dimensions is stored; None where it is not quantized."""
+        """How a tensor of the checkpoint, of two dimensions, is stored; None where it is not quantized."""
         config = self.gptq_config
         if name in self._linears or (config.lm_head and name == self.spec.head_name):
             return config.format_of(name.removesuffix(".weight"))

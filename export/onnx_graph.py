@@ -21,6 +21,7 @@ from .onnx_spec import spec_to_json
 from .weights import LogicalWeights
 
 FORMAT_VERSION = 1
+FREQUENCIES = "inv_freq.{}"  # of each of the spec's rotary embeddings: the name of a constant
 
 
 def build_decoder(
@@ -106,14 +107,16 @@ class _Decoder:
 
     def _rotations(self, token_ids: ir.Value) -> list[tuple[ir.Value, ir.Value]]:
         """For each RoPE cos and sin of every token's position, [1, T, rotary_dim / 2]: once a step, for all
-        layers."""
+        layers. Where there is a choice by the context, it is that of the model's whole one."""
         b = self.b
         layout = PackedLayout(b, token_ids, self.cu_seqlens, self.past_lens)
         positions = b.op("Cast", layout.positions(), to=ir.DataType.FLOAT.value)
         column = b.op("Unsqueeze", positions, b.constant([0, 2]))
         rotations = []
-        for rope in self.spec.ropes:
-            angles = b.op("Mul", column, b.constant(rope.inv_freq(), np.float32))
+        for index, rope in enumerate(self.spec.for_context(self.spec.max_position).ropes):
+            frequencies = b.op("Constant", value=ir.tensor(rope.inv_freq()))
+            frequencies.name = FREQUENCIES.format(index)
+            angles = b.op("Mul", column, frequencies)
             cos, sin = b.op("Cos", angles), b.op("Sin", angles)
             if rope.attention_factor != 1.0:
                 factor = b.constant(rope.attention_factor, np.float32)
@@ -238,6 +241,16 @@ def set_accuracy_level(model: ir.Model, accuracy_level: int) -> None:
     for node in model.graph:
         if node.op_type == "MatMulNBits":
             node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", accuracy_level)
+
+
+def set_ropes(model: ir.Model, spec: ModelSpec) -> None:
+    """Changes the frequencies to those of a spec whose rotary embeddings are chosen for a context, in place.
+    They are nothing else that depends on it."""
+    chosen = {FREQUENCIES.format(index): rope for index, rope in enumerate(spec.ropes)}
+    for node in model.graph:
+        rope = chosen.get(node.outputs[0].name or "")
+        if node.op_type == "Constant" and rope is not None:
+            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(rope.inv_freq()))
 
 
 def set_cache_type(model: ir.Model, dtype: ir.DataType) -> None:

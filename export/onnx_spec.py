@@ -85,6 +85,10 @@ def _check(spec: ModelSpec, where: str) -> None:
         rotary = rope.rotary_dim
         check("rotary_dim", rotary, 0 < rotary <= spec.head_dim and rotary % 2 == 0, "even, at most head_dim")
         check("theta", rope.theta, rope.theta > 0, "a positive number")
+        factors = (rope.short_factor, rope.long_factor) if rope.scaling == "longrope" else ()
+        for found in factors:
+            expected = f"{rotary // 2} positive numbers"
+            check("a factor list", found, len(found) == rotary // 2 and min(found) > 0, expected)
     windows = spec.sliding_windows
     check("sliding_windows", len(windows), len(windows) in (0, spec.num_layers), "one entry a layer")
     check("sliding_windows", windows, all(w is None or w > 0 for w in windows), "positive windows")

@@ -10,6 +10,7 @@ from .gemma3 import gemma3_text
 from .granite import granite
 from .llama import llama, mistral
 from .olmo2 import olmo2
+from .phi3 import phi3
 from .qwen2 import qwen2
 from .qwen3 import qwen3
 from .smollm3 import smollm3
@@ -26,6 +27,7 @@ FAMILIES: Mapping[str, Callable[[ConfigReader], ModelSpec]] = {
     "olmo2": olmo2,
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,
+    "phi3": phi3,
 }
 
 

@@ -162,6 +162,16 @@ class ConfigReader:
             raise self.error(key, f"{len(value)} entries", f"{length}, one a layer")
         return value
 
+    def numbers(self, key: str, length: int) -> tuple[float, ...]:
+        """A list of `length` finite numbers above zero."""
+        value, _ = self._value(key, REQUIRED, False)
+        if not isinstance(value, list) or len(value) != length:
+            raise self.error(key, value, f"a list of {length} numbers")
+        items = ConfigReader(
+            {str(i): item for i, item in enumerate(value)}, self.where, f"{self.prefix}{key}."
+        )
+        return tuple(items.number(str(i)) for i in range(length))
+
     def section(self, key: str) -> "ConfigReader | None":
         """The object under a key; None when absent, null or empty."""
         value = self.config.get(key)

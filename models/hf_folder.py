@@ -15,7 +15,7 @@ from ..errors import ModelFormatError, UnsupportedModelError
 from .config import spec_from_config
 from .config_reader import read_bounded, read_json_object, regular_file_size, shown
 from .safetensors_file import SafetensorsFile
-from .spec import ModelSpec
+from .spec import ModelSpec, StoredRows
 
 MAX_INDEX_BYTES = 16 << 20
 MAX_TOKENIZER_BYTES = 128 << 20
@@ -107,10 +107,11 @@ class HfFolder:
     def tensor(self, name: str) -> NDArray[np.float32]:
         """One of `spec.tensors()` as float32. Raises `ModelFormatError` for another name, or values that are
         not finite."""
-        shard = self._shard_of.get(name)
-        if shard is None or name not in self._shapes:
+        rows = self._rows.get(name)
+        if rows is None:
             raise ModelFormatError(f"{self._folder}: the model has no tensor {shown(name)}")
-        values = self._shards[shard].float32(name)
+        shard = self._shard_of[rows.name]
+        values = self._shards[shard].float32(rows.name, (rows.begin, rows.end))
         # Both are NaN if one value is; unlike isfinite over the array, they take no memory.
         if not (np.isfinite(values.min()) and np.isfinite(values.max())):
             raise ModelFormatError(f"{self._folder / shard}: tensor {shown(name)} holds NaN or infinity")
@@ -128,7 +129,11 @@ class HfFolder:
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return self._spec.tensors()
+        return self._spec.stored_tensors()
+
+    @cached_property
+    def _rows(self) -> dict[str, StoredRows]:
+        return self._spec.stored_rows()
 
     def _open_weights(self) -> dict[str, str]:
         """Opens the files; tensor name to file name."""

@@ -7,7 +7,7 @@ from .config_reader import ConfigReader, shown
 from .spec import RopeSpec
 
 DEFAULT_THETA = 10_000.0
-SUPPORTED = "default, linear, llama3, yarn"
+SUPPORTED = "default, linear, llama3, yarn, longrope"
 
 
 def rope_from_config(
@@ -49,6 +49,8 @@ def rope_from_config(
             return _llama3(reader, inner, theta, rotary_dim, max_position)
         case "yarn":
             return _yarn(reader, inner, theta, rotary_dim, max_position)
+        case "longrope":
+            return _longrope(reader, inner, theta, rotary_dim, max_position)
     raise inner.unsupported("rope_type" if inner.has("rope_type") else "type", rope_type, SUPPORTED)
 
 
@@ -114,3 +116,33 @@ def _yarn_attention_factor(inner: ConfigReader, factor: float) -> float:
     if all(weights):
         return magnitude(weights[0]) / magnitude(weights[1])
     return magnitude(1.0)
+
+
+def _longrope(
+    reader: ConfigReader, inner: ConfigReader, theta: float, rotary_dim: int, max_position: int
+) -> RopeSpec:
+    original = _original_max_position(reader, inner, max_position)
+    factor = inner.number("factor", max_position / original, nullable=True)
+    short, long = (inner.numbers(key, rotary_dim // 2) for key in ("short_factor", "long_factor"))
+    return RopeSpec(
+        theta,
+        rotary_dim,
+        "longrope",
+        factor=factor,
+        original_max_position=original,
+        attention_factor=_longrope_attention_factor(inner, factor, original),
+        short_factor=short,
+        long_factor=long,
+    )
+
+
+def _longrope_attention_factor(inner: ConfigReader, factor: float, original: int) -> float:
+    """What multiplies cos and sin, whichever factors apply: given, or the paper's square root of
+    1 + ln(factor) / ln(original) (https://arxiv.org/abs/2402.13753, section 3)."""
+    if inner.has("attention_factor"):
+        return inner.number("attention_factor")
+    if factor <= 1:
+        return 1.0
+    if original == 1:
+        raise inner.error("original_max_position_embeddings", original, "at least 2")
+    return math.sqrt(1 + math.log(factor) / math.log(original))

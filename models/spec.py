@@ -1,7 +1,8 @@
 """`ModelSpec`: everything an exporter or executor must know about a decoder, and nothing about files."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from decimal import Context, Decimal
 from typing import Literal, NamedTuple
 
@@ -18,12 +19,14 @@ class RopeSpec:
     """Rotary position embedding over the first `rotary_dim` elements of a head, in the half-split layout
     of Hugging Face: element i is rotated with element i + rotary_dim / 2.
 
-    `scaling` follows transformers' `rope_type`: "none", "linear", "llama3", "yarn".
+    `scaling` follows transformers' `rope_type`: "none", "linear", "llama3", "yarn", "longrope". The last has
+    two sets of frequencies, for sequences of up to `original_max_position` tokens and for longer ones:
+    `for_context` chooses.
     """
 
     theta: float
     rotary_dim: int
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    scaling: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
     factor: float = 1.0
     original_max_position: int = 0
     low_freq_factor: float = 1.0  # llama3
@@ -31,19 +34,32 @@ class RopeSpec:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
-    attention_factor: float = 1.0  # yarn: multiplies cos and sin; resolved from mscale at import
+    attention_factor: float = 1.0  # yarn, longrope: multiplies cos and sin; resolved at import
+    # longrope: what divides each frequency, [rotary_dim / 2] numbers, and which of the two does.
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    long: bool = False
+
+    def for_context(self, context: int) -> "RopeSpec":
+        """This embedding for sequences of up to `context` tokens. A choice is made once, for all of them:
+        what a position's keys hold must not depend on what follows."""
+        if self.scaling != "longrope":
+            return self
+        return replace(self, long=context > self.original_max_position)
 
     def inv_freq(self) -> NDArray[np.float32]:
         """Radians per position for each rotated pair, [rotary_dim / 2] float32.
 
-        Sources: https://arxiv.org/abs/2104.09864, https://arxiv.org/abs/2309.00071 (yarn) and Llama 3.1's
-        published scaling.
+        Sources: https://arxiv.org/abs/2104.09864, https://arxiv.org/abs/2309.00071 (yarn),
+        https://arxiv.org/abs/2402.13753 (longrope) and Llama 3.1's published scaling.
         """
         exponents = np.arange(0, self.rotary_dim, 2, dtype=np.float32) / np.float32(self.rotary_dim)
         # In decimal: numpy's power has other last bits on other CPUs.
         theta, context = Decimal(float(np.float32(self.theta))), Context(prec=30)
-        powers = [float(context.power(theta, Decimal(float(exponent)))) for exponent in exponents]
-        base: NDArray[np.float32] = np.float32(1) / np.array(powers, np.float32)
+        powers = np.array([float(context.power(theta, Decimal(float(x)))) for x in exponents], np.float32)
+        if self.scaling == "longrope":
+            powers *= np.array(self.long_factor if self.long else self.short_factor, np.float32)
+        base: NDArray[np.float32] = np.float32(1) / powers
         if self.scaling == "linear":
             base = base / np.float32(self.factor)
         elif self.scaling == "llama3":
@@ -93,6 +109,22 @@ class LinearSpec:
         return self.name.removesuffix(".weight") + ".bias"
 
 
+class StoredLinear(NamedTuple):
+    """A linear layer as the checkpoint has it, and those of the model whose rows it holds, in order: itself,
+    or those that a family fuses."""
+
+    linear: LinearSpec
+    parts: tuple[LinearSpec, ...]
+
+
+class StoredRows(NamedTuple):
+    """Rows `begin` to `end` of a tensor of the checkpoint."""
+
+    name: str
+    begin: int
+    end: int
+
+
 class LayerNorms(NamedTuple):
     """A layer's norms by the names of their weights; None where there is none."""
 
@@ -110,7 +142,8 @@ class ModelSpec:
     are the checkpoint's own, in whatever form it quantized them.
 
     Tensor names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`); a source with other names
-    maps them at import. Weights are [out_features, in_features].
+    maps them at import. Weights are [out_features, in_features]. A family that fuses linear layers has the
+    parts under these names; `stored_linears` says how its checkpoints hold them.
     """
 
     model_type: str
@@ -143,6 +176,7 @@ class ModelSpec:
     logit_scale: float = 1.0  # multiplies the head's output, before its soft cap
     window_rope: RopeSpec | None = None  # of layers with a sliding window, where it is another
     unrotated_layers: tuple[int, ...] = ()  # layers without RoPE
+    fused_projections: bool = False  # in a checkpoint q, k, v are one tensor, and so are gate and up
 
     @property
     def q_size(self) -> int:
@@ -171,6 +205,11 @@ class ModelSpec:
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The different rotary embeddings."""
         return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
+
+    def for_context(self, context: int) -> "ModelSpec":
+        """The model that runs with sequences of up to `context` tokens: its rotary embeddings are chosen."""
+        window_rope = self.window_rope and self.window_rope.for_context(context)
+        return replace(self, rope=self.rope.for_context(context), window_rope=window_rope)
 
     def rope_index(self, layer: int) -> int | None:
         """Which of `ropes` a layer has; None where it has none."""
@@ -208,6 +247,25 @@ class ModelSpec:
             LinearSpec(p + "mlp.down_proj.weight", hidden, inner, self.mlp_bias),
         )
 
+    def stored_linears(self, layer: int) -> tuple[StoredLinear, ...]:
+        """The layer's linear layers as a checkpoint has them, in the order data meets them."""
+        linears = self.linears(layer)
+        if not self.fused_projections:
+            return tuple(StoredLinear(linear, (linear,)) for linear in linears)
+        q, k, v, o, gate, up, down = linears
+        p = self.layer_prefix(layer)
+
+        def fused(name: str, *parts: LinearSpec) -> StoredLinear:
+            rows = sum(part.out_features for part in parts)
+            return StoredLinear(LinearSpec(p + name, rows, parts[0].in_features, parts[0].bias), parts)
+
+        return (
+            fused("self_attn.qkv_proj.weight", q, k, v),
+            StoredLinear(o, (o,)),
+            fused("mlp.gate_up_proj.weight", gate, up),
+            StoredLinear(down, (down,)),
+        )
+
     def layer_norms(self, layer: int) -> LayerNorms:
         """The layer's norms around attention and MLP."""
         names: dict[NormPlacement, tuple[str | None, ...]] = {
@@ -233,18 +291,47 @@ class ModelSpec:
 
     def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Every tensor of one layer: name to shape."""
+        return self._with_norms(layer, self.linears(layer))
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the model: name to shape. The head is absent when tied."""
+        return self._with_ends([self.layer_tensors(layer) for layer in range(self.num_layers)])
+
+    def stored_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of an unquantized checkpoint: name to shape. The head is absent when tied."""
+        return self._with_ends(
+            [
+                self._with_norms(layer, [stored.linear for stored in self.stored_linears(layer)])
+                for layer in range(self.num_layers)
+            ]
+        )
+
+    def stored_rows(self) -> dict[str, StoredRows]:
+        """Where a checkpoint holds each tensor of the model."""
+        found = {name: StoredRows(name, 0, shape[0]) for name, shape in self.tensors().items()}
+        for layer in range(self.num_layers):
+            for stored, parts in self.stored_linears(layer):
+                row = 0
+                for part in parts:
+                    end = row + part.out_features
+                    found[part.name] = StoredRows(stored.name, row, end)
+                    if part.bias:
+                        found[part.bias_name] = StoredRows(stored.bias_name, row, end)
+                    row = end
+        return found
+
+    def _with_norms(self, layer: int, linears: Sequence[LinearSpec]) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {n: (size,) for n, size in self.norms(layer).items()}
-        for linear in self.linears(layer):
+        for linear in linears:
             shapes[linear.name] = (linear.out_features, linear.in_features)
             if linear.bias:
                 shapes[linear.bias_name] = (linear.out_features,)
         return shapes
 
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the model: name to shape. The head is absent when tied."""
+    def _with_ends(self, layers: Sequence[dict[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {self.embedding_name: (self.vocab_size, self.hidden_size)}
-        for layer in range(self.num_layers):
-            shapes |= self.layer_tensors(layer)
+        for layer in layers:
+            shapes |= layer
         shapes[self.final_norm_name] = (self.hidden_size,)
         if not self.tied_embeddings:
             shapes[self.head_name] = (self.vocab_size, self.hidden_size)

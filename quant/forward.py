@@ -42,9 +42,11 @@ def to_torch(tensor: "QuantizedTensor | NDArray[np.float32] | NDArray[np.float16
 
 
 def rope_tables(rope: RopeSpec, length: int) -> "tuple[Tensor, Tensor]":
-    """Cosines and sines for positions 0 to length - 1, [length, rotary_dim] float32 each."""
+    """Cosines and sines for positions 0 to length - 1, [length, rotary_dim] float32 each, for sequences of
+    that length."""
     import torch
 
+    rope = rope.for_context(length)
     angles = torch.arange(length, dtype=torch.float32)[:, None] * torch.from_numpy(rope.inv_freq())
     angles = torch.cat((angles, angles), dim=1)
     return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor

@@ -1,12 +1,13 @@
 """`MatrixRows`: a quantized weight that is read some rows at a time, and never whole."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import QuantizationError
 from .packing import HEAD_BITS, HEAD_GROUP_SIZE, QuantizedTensor, row_blocks
 from .packing_nf4 import Nf4Tensor
 
@@ -24,8 +25,9 @@ MatrixKind = Literal["symmetric", "zeros", "minima", "nf4"]
 class MatrixRows:
     """A weight [rows, columns]: what its rows have in common, and how to read some of them.
 
-    `read(begin, end)` is rows begin to end as a tensor of their own; `begin` is a multiple of `ROW_STEP`. A
-    part of a matrix of kind "zeros" may be symmetric; its `zero_points` are right in any case.
+    `read(begin, end)` is rows begin to end as a tensor of their own; `begin` is a multiple of `ROW_STEP`, and
+    `end` is one or that of all rows. A part of a matrix of kind "zeros" may be symmetric; its `zero_points`
+    are right in any case.
     """
 
     rows: int
@@ -54,6 +56,21 @@ class MatrixRows:
         vocab, hidden = shape
         return cls(vocab, hidden, HEAD_BITS, HEAD_GROUP_SIZE, "symmetric", None, read)
 
+    def part(self, begin: int, end: int) -> "MatrixRows":
+        """Rows begin to end, any of them, as a matrix of their own."""
+        if (begin, end) == (0, self.rows):
+            return self
+
+        def read(first: int, last: int) -> QuantizedTensor | Nf4Tensor:
+            # Between multiples of the step, a word may hold rows of two parts.
+            low = (begin + first) // ROW_STEP * ROW_STEP
+            high = min(self.rows, -(-(begin + last) // ROW_STEP) * ROW_STEP)
+            tensor = self.read(low, high)
+            wanted = slice(begin + first - low, begin + last - low)
+            return tensor if wanted == slice(0, high - low) else _part(tensor, wanted)
+
+        return replace(self, rows=end - begin, read=read)
+
     def pieces(self) -> Iterator[tuple[slice, QuantizedTensor | Nf4Tensor]]:
         """All rows in order, a few megabytes at a time."""
         for rows in row_blocks(self.rows, self.columns, PIECE_ELEMENTS, ROW_STEP):
@@ -76,6 +93,37 @@ class MatrixRows:
         return QuantizedTensor(
             packed, scales, zeros, self.bits, self.group_size, self.columns, self.permutation, minima
         )
+
+
+def stacked(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """The rows of tensors that share their input, one tensor after another. Raises `QuantizationError` where
+    bits, group size or the order of columns differ, or one has minima."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    for other in tensors[1:]:
+        for what in ("bits", "group_size", "in_features"):
+            one, two = getattr(first, what), getattr(other, what)
+            if one != two:
+                raise QuantizationError(f"{what} is {one} and {two} in rows of one tensor; expected the same")
+        if not _same_order(first.permutation, other.permutation):
+            raise QuantizationError("the order of columns differs in rows of one tensor; expected the same")
+    zeros = np.concatenate([tensor.zero_points for tensor in tensors])
+    return QuantizedTensor(
+        np.concatenate([tensor.packed for tensor in tensors]),
+        np.concatenate([tensor.scales for tensor in tensors]),
+        None if all(tensor.zeros is None for tensor in tensors) else zeros,
+        first.bits,
+        first.group_size,
+        first.in_features,
+        first.permutation,
+    )
+
+
+def _same_order(one: NDArray[np.int32] | None, other: NDArray[np.int32] | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return np.array_equal(one, other)
 
 
 def _kind(tensor: QuantizedTensor | Nf4Tensor) -> MatrixKind:

@@ -77,11 +77,12 @@ class CpuExecutor:
         check_residency(source, residency, read_timeout)
         from .. import _kernels
 
-        self._spec = source.spec
+        max_position = max_position or source.spec.max_position
+        self._spec = source.spec.for_context(max_position)
         self._num_groups = max(1, len(source.spec.window_groups))
         self._layout: KvLayout | None = None
         try:
-            builder = _kernels.DecoderBuilder(_config(source.spec, max_position))
+            builder = _kernels.DecoderBuilder(_config(self._spec, max_position))
             self._load(builder, source)
             stream = stream_of(builder, source, residency, read_timeout)
             self._decoder: Any = _kernels.Decoder(builder, threads, isa, stream)
@@ -258,7 +259,7 @@ class CpuExecutor:
         self._layout = None
 
 
-def _config(spec: ModelSpec, max_position: int | None) -> dict[str, Any]:
+def _config(spec: ModelSpec, max_position: int) -> dict[str, Any]:
     if spec.activation not in ACTIVATIONS:
         raise UnsupportedModelError(
             f"activation {spec.activation!r} is not supported by executor 'cpu'; "
@@ -274,7 +275,7 @@ def _config(spec: ModelSpec, max_position: int | None) -> dict[str, Any]:
         "num_heads": spec.num_heads,
         "num_kv_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
-        "max_position": max_position or spec.max_position,
+        "max_position": max_position,
         "norm_eps": spec.norm_eps,
         "activation": ACTIVATIONS[spec.activation],
         "attention_softcap": spec.attention_softcap or 0.0,

@@ -12,7 +12,13 @@ from numpy.typing import NDArray
 
 from ..errors import ExecutorError, SettingError
 from ..export.onnx_dependency import ir
-from ..export.onnx_graph import build_decoder, set_accuracy_level, set_cache_type, window_groups
+from ..export.onnx_graph import (
+    build_decoder,
+    set_accuracy_level,
+    set_cache_type,
+    set_ropes,
+    window_groups,
+)
 from ..export.onnx_pages import PAGE_OPERATIONS, build_page_operation, cache_names, output_name
 from ..export.onnx_reader import open_decoder
 from ..export.onnx_writer import MemoryTensors
@@ -53,6 +59,7 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
         max_run_tokens: int = MAX_RUN_TOKENS,
         folder: Path | None = None,
         tensors: dict[str, NDArray[Any]] | None = None,
+        max_position: int | None = None,
     ) -> None:
         if threads is not None and threads < 1:
             raise SettingError(f"threads is {threads}; expected at least 1")
@@ -61,7 +68,8 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
         self._providers = choose_providers(providers)
         self.weight_bytes = weight_bytes
         self._model: ir.Model | None = model
-        self._spec = spec
+        self._spec = spec.for_context(max_position or spec.max_position)
+        set_ropes(model, self._spec)
         self._threads, self._max_run_tokens = threads, max_run_tokens
         # A run reads every weight; gathering a token, its keys and values and those of each query head. On a
         # CPU a run was seen to take twice as long as that says.
@@ -82,10 +90,12 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
         threads: int | None = None,
         accuracy_level: int | None = None,
         max_run_tokens: int = MAX_RUN_TOKENS,
+        max_position: int | None = None,
     ) -> Self:
         """Runs a `decoder.onnx`; its weights are mapped from the file beside it.
 
         `accuracy_level` overrides the graph's own: 0 keeps activations in float32, 4 rounds them to int8.
+        `max_position` is the longest context that will be used, in tokens, the model's by default.
         Raises `ModelFormatError` for a damaged file, `SettingError` for a provider that is not there.
         """
         file = open_decoder(path)
@@ -98,6 +108,7 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
             providers=providers,
             threads=threads,
             max_run_tokens=max_run_tokens,
+            max_position=max_position,
             folder=path.resolve().parent,
         )
 
@@ -110,6 +121,7 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
         threads: int | None = None,
         accuracy_level: int = 4,
         max_run_tokens: int = MAX_RUN_TOKENS,
+        max_position: int | None = None,
     ) -> Self:
         """Runs logical tensors, such as the GPTQ half's, through the same graph built in memory. Takes about
         the weights' size more than `from_file`, which maps them."""
@@ -122,6 +134,7 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
             providers=providers,
             threads=threads,
             max_run_tokens=max_run_tokens,
+            max_position=max_position,
             tensors=tensors.arrays,
         )
 

@@ -23,7 +23,7 @@ def prefix_key(executor: Executor, digest: str) -> PrefixKey:
         page_size=layout.page_size,
         windows=spec.window_groups or (None,),
         group_bytes=layout.group_bytes,
-        rope=repr(spec.rope),
+        rope=repr(spec.ropes),
         numerics=NUMERICS_VERSION,
     )
 

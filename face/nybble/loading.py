@@ -133,7 +133,7 @@ def load(
             give_back_freed_memory()
             with _explained(run, plan):
                 opened = (
-                    _open_ort(model, profile, providers, threads)
+                    _open_ort(model, profile, providers, threads, plan.context)
                     if kind == "ort" and isinstance(model, RunnableArtifact | RunnableCheckpoint)
                     else _open_cpu(model, threads, plan, cache, scratch)
                 )
@@ -256,14 +256,19 @@ def _open_ort(
     profile: DeviceProfile,
     providers: Sequence[str] | None,
     threads: int,
+    context: int,
 ) -> Executor:
     from .runtime.ort_executor import OrtExecutor
     from .runtime.ort_session import ort
 
-    chosen = _with_options(profile, providers, ort.get_available_providers())
+    options: dict[str, Any] = {
+        "providers": _with_options(profile, providers, ort.get_available_providers()),
+        "threads": threads,
+        "max_position": context,
+    }
     if isinstance(model, RunnableCheckpoint):
-        return OrtExecutor.from_weights(model.weights, providers=chosen, threads=threads)
+        return OrtExecutor.from_weights(model.weights, **options)
     artifact = model.artifact
     if model.half == "onnx":
-        return OrtExecutor.from_file(artifact.onnx_path, providers=chosen, threads=threads)
-    return OrtExecutor.from_weights(artifact.weights(model.half), providers=chosen, threads=threads)
+        return OrtExecutor.from_file(artifact.onnx_path, **options)
+    return OrtExecutor.from_weights(artifact.weights(model.half), **options)

@@ -60,8 +60,10 @@ def quantize_source(source: ModelSource, recipe: Recipe) -> QuantizedModel:
     """An opened model, quantized by `rtn`; its layer errors and calibration digest are made up."""
     linears = [x.name for layer in range(source.spec.num_layers) for x in source.spec.linears(layer)]
     tensors: dict[str, QuantizedTensor | NDArray[np.float16]] = {}
-    for seed, name in enumerate(source.spec.tensors()):
-        weight = source.tensor(name)
+    # Parts of one tensor of the checkpoint have one order of columns.
+    seeds = {name: seed for seed, name in enumerate(source.spec.stored_tensors())}
+    for name, rows in source.spec.stored_rows().items():
+        weight, seed = source.tensor(name), seeds[rows.name]
         tensors[name] = rtn(weight, recipe, seed) if name in linears else weight.astype(np.float16)
     return QuantizedModel(
         spec=source.spec,

@@ -78,7 +78,7 @@ def test_the_same_model_gives_the_same_bytes(rtn_model: Make, whole: Path, tmp_p
 
 @pytest.mark.parametrize("recipe", [{}, {"symmetric": False}, {"bits": 8, "group_size": -1},
                                     {"group_size": 64, "act_order": "dynamic"}], ids=str)  # fmt: skip
-@pytest.mark.parametrize("family", ["llama", "qwen2", "olmo2", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "olmo2", "gemma2", "phi3"])
 def test_both_halves_hold_the_same_numbers(
     rtn_model: Make, tmp_path: Path, recipe: dict, family: str
 ) -> None:

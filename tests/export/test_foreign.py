@@ -28,8 +28,8 @@ def check_weights(folder: Path, meant: dict[str, np.ndarray], rounded: tuple[str
     """Every tensor means what was written; those `rounded` to 8 bits as `quantize_head` says."""
     checkpoint = ForeignCheckpoint(folder)
     try:
-        for name in checkpoint.spec.tensors():
-            found, expected = checkpoint.weights.tensor(name), meant[name]
+        for name, (stored, begin, end) in checkpoint.spec.stored_rows().items():
+            found, expected = checkpoint.weights.tensor(name), meant[stored][begin:end]
             if name in ENDS or name in rounded:
                 expected = quantize_head(expected).dequantize()
             values = found.dequantize() if isinstance(found, QuantizedTensor) else found
@@ -104,6 +104,38 @@ def test_awq(make_tiny_model: Callable[..., Path], tmp_path: Path, symmetric: bo
         lambda stem: None if "layers.1.mlp.up_proj" in stem else layer,
     )
     check_weights(tmp_path / "q", meant, rounded=("model.layers.1.mlp.up_proj.weight",))
+
+
+FUSED: dict[str, dict[str, Any]] = {
+    "words end with a part": {},
+    "words are cut by a part": {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 3},
+}
+
+
+@pytest.mark.parametrize("sizes", FUSED)
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("desc_act", [False, True])
+def test_fused_layers_in_gptq(
+    make_tiny_model: Callable[..., Path], tmp_path: Path, sizes: str, bits: int, desc_act: bool
+) -> None:
+    """q, k and v have 72, 36 and 36 rows where a part cuts words."""
+    model = make_tiny_model("phi3", **(FUSED[sizes] and {**FUSED[sizes], "head_dim": 12}))
+    layer = Layer(bits, 32, False, desc_act)
+    config = GPTQ | {"bits": bits, "sym": False, "desc_act": desc_act}
+    # A layer that is left as it is is named as the checkpoint names it.
+    config |= {"dynamic": {r"-:.*layers\.0\.self_attn\.qkv_proj": {}}}
+    plain = "model.layers.0.self_attn.qkv_proj"
+    meant = write_checkpoint(model, tmp_path / "q", config, lambda stem: None if stem == plain else layer)
+    rounded = tuple(f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
+    check_weights(tmp_path / "q", meant, rounded)
+
+
+@pytest.mark.parametrize("sizes", FUSED)
+def test_fused_layers_in_awq(make_tiny_model: Callable[..., Path], tmp_path: Path, sizes: str) -> None:
+    model = make_tiny_model("phi3", **(FUSED[sizes] and {**FUSED[sizes], "head_dim": 12}))
+    layer = Layer(4, 32, False)
+    meant = write_checkpoint(model, tmp_path / "q", AWQ, lambda stem: layer)
+    check_weights(tmp_path / "q", meant)
 
 
 def test_what_is_foreign(make_tiny_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -88,6 +88,54 @@ def test_shards_hold_the_same_tensors_and_the_index_finds_them(
         assert name.endswith(".bias") or len(together) == 1, f"{stem} is split over files"
 
 
+ODD_HEADS = {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 12}
+
+
+@pytest.mark.parametrize("sizes", [{}, ODD_HEADS], ids=["even", "odd"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.usefixtures("piece_elements")
+def test_fused_layers_are_written_as_transformers_names_them_and_read_in_parts(
+    rtn_model: Callable[..., QuantizedModel], tmp_path: Path, recipe: dict, sizes: dict
+) -> None:
+    import torch
+    from safetensors.numpy import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = rtn_model("phi3", sizes, **recipe)
+    write_artifact(model, tmp_path / "out", formats=["gptq"], checkpoint_format="gptq")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    settings = AutoConfig.from_pretrained(tmp_path / "out")
+    del settings.quantization_config
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(settings)
+    linears = {
+        name: m for name, m in theirs.model.named_modules(prefix="model") if isinstance(m, torch.nn.Linear)
+    }
+    assert {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")} == set(linears)
+    with GptqWeights(tmp_path / "out") as weights:
+        for name, (stored, begin, end) in model.spec.stored_rows().items():
+            expected, found = model.tensors[name], weights.tensor(name)
+            if not isinstance(expected, QuantizedTensor):
+                continue
+            stem = stored.removesuffix(".weight")
+            whole = dequantized(tensors, stem, recipe["bits"], 1)
+            assert whole.shape == linears[stem].weight.shape
+            np.testing.assert_array_equal(whole[begin:end], expected.dequantize().astype(np.float64))
+            np.testing.assert_array_equal(found.dequantize(), expected.dequantize(), err_msg=name)
+
+
+def test_parts_of_one_tensor_must_be_quantized_alike(
+    rtn_model: Callable[..., QuantizedModel], tmp_path: Path
+) -> None:
+    model, other = rtn_model("phi3"), rtn_model("phi3", group_size=64)
+    permuted = rtn_model("phi3", act_order="dynamic")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for source, what in ((other, "group_size is 32 and 64"), (permuted, "the order of columns differs")):
+        tensors = {**model.tensors, name: source.tensors[name]}
+        with pytest.raises(OutputError, match=f"layers.1.mlp.gate_up_proj.weight: {what}"):
+            write_gptq(replace(model, tensors=tensors), tmp_path)
+
+
 @pytest.mark.parametrize("checkpoint_format", ["gptq", "gptq_v2"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.usefixtures("piece_elements")

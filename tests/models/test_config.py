@@ -17,7 +17,18 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "olmo2", "gemma2", "gemma3_text")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "granite",
+    "smollm3",
+    "olmo2",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+)
 
 
 def config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
@@ -56,6 +67,8 @@ CASES = [
     ("gemma2", {"query_pre_attn_scalar": 144}),
     ("gemma2", {"final_logit_softcapping": None, "attention_bias": True, "head_dim": 16}),
     ("gemma3_text", {"final_logit_softcapping": 3.0}),
+    ("phi3", {"pad_token_id": 0}),
+    ("phi3", {"pad_token_id": 0, "tie_word_embeddings": True, "num_key_value_heads": None}),
 ]
 
 
@@ -66,7 +79,13 @@ def test_names_and_shapes_are_those_of_transformers(family: str, changes: dict[s
     ours = spec(family, **changes)
     if ours.tied_embeddings:
         expected.pop("lm_head.weight")
-    assert ours.tensors() == expected
+    assert ours.stored_tensors() == expected
+    held = dict.fromkeys(expected, 0)
+    for name, rows in ours.stored_rows().items():
+        assert rows.begin == held[rows.name]
+        assert rows.end - rows.begin == ours.tensors()[name][0]
+        held[rows.name] = rows.end
+    assert held == {name: shape[0] for name, shape in expected.items()}
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
@@ -129,6 +148,8 @@ WINDOWS = [
     ("gemma2", {"sliding_window": 3}),
     ("gemma3_text", {"sliding_window": 3}),
     ("gemma3_text", {"sliding_window": 3, "sliding_window_pattern": 2}),
+    ("phi3", {"sliding_window": 3}),
+    ("phi3", {}),
 ]
 
 
@@ -168,7 +189,11 @@ def test_defaults_are_those_of_the_config_class(family: str) -> None:
     ropes = theirs.rope_parameters
     assert ours.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
     assert ours.head_dim == (theirs.head_dim if hasattr(theirs, "head_dim") else 4)
-    kinds = ["sliding_attention"] * 4 if family == "mistral" else getattr(theirs, "layer_types", [None] * 4)
+    kinds = (
+        ["sliding_attention"] * 4
+        if family in ("mistral", "phi3")
+        else getattr(theirs, "layer_types", [None] * 4)
+    )
     windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds]
     assert list(ours.sliding_windows) == windows
 
@@ -263,7 +288,8 @@ UNSUPPORTED = [
     ),
     ("qwen3", {"layer_types": ["linear_attention"] * 4}, "layer_types"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type is 'dynamic'"),
-    ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
+    ("llama", {"rope_parameters": {"rope_type": "proportional"}}, "rope_type is 'proportional'"),
+    ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type is 'linear'; supported: default"),
     ("qwen3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),

@@ -158,6 +158,86 @@ def test_a_partial_rotation_without_scaling_is_that_of_families_that_have_it(ins
     np.testing.assert_allclose(rope.inv_freq(), rotary.inv_freq.numpy(), rtol=1e-6)
 
 
+# Of heads of 64, all of which are rotated.
+SHORT = [1.0 + 0.05 * i for i in range(32)]
+LONG = [1.0 + 2.0 * i for i in range(32)]
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": SHORT, "long_factor": LONG}
+
+OLD = {"short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 4096}
+
+
+def check_both_lengths(family: str, settings: dict[str, Any]) -> None:
+    """transformers chooses by the sequence it is given, and leaves its choice in `inv_freq`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **copy.deepcopy(settings)))
+    rotary = model.model.rotary_emb
+    ours = spec_from_config({"model_type": family, **settings}, "config.json").rope
+    original = model.config.rope_parameters["original_max_position_embeddings"]
+    assert ours.original_max_position == original
+    found = []
+    for length in (1, original, original + 1, 2 * original):
+        rotary(torch.zeros(1), torch.arange(length)[None])
+        chosen = ours.for_context(length)
+        np.testing.assert_allclose(chosen.inv_freq(), rotary.inv_freq.numpy(), rtol=1e-6)
+        assert chosen.attention_factor == pytest.approx(rotary.attention_scaling, rel=1e-12)
+        found.append(chosen)
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert repr(found[1]) != repr(found[2])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {"type": "longrope", "short_factor": SHORT, "long_factor": LONG}},
+        {"rope_scaling": {**OLD, "type": "su"}, "rope_theta": 5e5},
+        {"rope_scaling": {**OLD, "rope_type": "yarn"}},
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 1024},
+        {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 2048}},  # not Phi-3's to say
+        {"rope_parameters": LONGROPE, "max_position_embeddings": 65536},
+        {"rope_parameters": {**LONGROPE, "factor": 16.0}},
+        {"rope_parameters": {**LONGROPE, "attention_factor": 1.25}},
+        {
+            "rope_parameters": {
+                **LONGROPE,
+                "partial_rotary_factor": 0.75,
+                "short_factor": SHORT[:24],
+                "long_factor": LONG[:24],
+            }
+        },
+        {
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": {"type": "longrope", "short_factor": SHORT[:24], "long_factor": LONG[:24]},
+        },
+    ],
+    ids=str,
+)
+def test_longrope_has_transformers_frequencies_for_either_length(changes: dict[str, Any]) -> None:
+    check_both_lengths("phi3", {**SIZES, "pad_token_id": 0, **changes})
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {**LONGROPE, "original_max_position_embeddings": 1024},
+        {**LONGROPE, "original_max_position_embeddings": 1024, "factor": 2},
+        LONGROPE,
+    ],
+    ids=str,
+)
+def test_other_families_may_have_longrope(parameters: dict[str, Any]) -> None:
+    check_both_lengths("llama", {**SIZES, "rope_parameters": parameters})
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_phi3s_partial_rotation(inside: bool) -> None:
+    parameters = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    changes: dict[str, Any] = {"rope_parameters": parameters} if inside else {"partial_rotary_factor": 0.5}
+    check("phi3", {**SIZES, "pad_token_id": 0, **changes})
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -203,6 +283,12 @@ def test_windows_with_a_rope_of_their_own(changes: dict[str, Any]) -> None:
         ({**YARN, "rope_theta": 1.0}, "rope_theta is 1.0"),
         ({**LLAMA3, "high_freq_factor": 1.0}, "high_freq_factor is 1.0"),
         ({key: LLAMA3[key] for key in LLAMA3 if key != "low_freq_factor"}, "low_freq_factor is missing"),
+        ({**LONGROPE, "long_factor": LONG[:31]}, "long_factor is [1.0"),
+        ({**LONGROPE, "short_factor": [*SHORT[:31], 0]}, "short_factor.31 is 0"),
+        ({**LONGROPE, "short_factor": [*SHORT[:31], "1"]}, "short_factor.31 is '1'"),
+        ({**LONGROPE, "short_factor": 1.0}, "short_factor is 1.0"),
+        ({"rope_type": "longrope", "short_factor": SHORT}, "long_factor is missing"),
+        ({**LONGROPE, "original_max_position_embeddings": 1}, "original_max_position_embeddings is 1"),
     ],
     ids=str,
 )
@@ -217,9 +303,9 @@ FREQUENCIES = """
 import hashlib, numpy
 from nybble.models.spec import RopeSpec
 digest = hashlib.sha256()
-for scaling in ("none", "linear", "llama3", "yarn"):
+for scaling in ("none", "linear", "llama3", "yarn", "longrope"):
     for theta in (1e4, 5e5, 1e6):
-        rope = RopeSpec(theta, 96, scaling, factor=4.0, original_max_position=1024)
+        rope = RopeSpec(theta, 96, scaling, factor=4.0, original_max_position=1024, short_factor=(1.1,) * 48)
         digest.update(rope.inv_freq().tobytes())
 print(digest.hexdigest())
 """

@@ -69,6 +69,14 @@ def quantized(weights: Weights, bits: int, group_size: int, symmetric: bool, per
     return Weights(weights.spec, tensors)
 
 
+def stored(spec: ModelSpec, tensors: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """A model's tensors as its family's checkpoints have them."""
+    parts: dict[str, list[NDArray[Any]]] = {}
+    for name, rows in spec.stored_rows().items():
+        parts.setdefault(rows.name, []).append(tensors[name])
+    return {name: np.concatenate(found) for name, found in parts.items()}
+
+
 def transformers_logits(config: dict[str, Any], weights: Weights, ids: list[int]) -> NDArray[np.float32]:
     """Logits [n, vocab] of transformers' own model in float32, holding the dequantized weights."""
     import torch
@@ -80,10 +88,10 @@ def transformers_logits(config: dict[str, Any], weights: Weights, ids: list[int]
         dtype=torch.float32,
         attn_implementation="eager",
     ).eval()
-    state = {
-        name: torch.from_numpy(t.dequantize() if isinstance(t, QuantizedTensor) else t)
-        for name, t in weights.tensors.items()
+    plain = {
+        name: t.dequantize() if isinstance(t, QuantizedTensor) else t for name, t in weights.tensors.items()
     }
+    state = {name: torch.from_numpy(t) for name, t in stored(weights.spec, plain).items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}
@@ -168,6 +176,15 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 64,
     },
 }
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# Of heads of 16, of which 12 are rotated.
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 2.5],
+    "long_factor": [1.0, 1.5, 3.0, 8.0, 20.0, 32.0],
+}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
 GEMMA: dict[str, Any] = {"sliding_window": 24, "query_pre_attn_scalar": 20}
 # Each switch that only one family has.
@@ -206,6 +223,26 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             },
         },
+    ),
+    "phi3": (
+        "phi3",
+        {"sliding_window": 24, "rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.5}},
+    ),
+    "phi3 odd sizes": (
+        "phi3",
+        {
+            "hidden_size": 72,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 12,
+            "intermediate_size": 92,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phi3 long": ("phi3", {"original_max_position_embeddings": 64, "rope_parameters": LONGROPE}),
+    "phi3 short": (
+        "phi3",
+        {"original_max_position_embeddings": 512, "rope_parameters": {**LONGROPE, "factor": 8.0}},
     ),
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
