@@ -53,10 +53,17 @@ test: $(SETUP) lint types
 	.venv-llamacpp/bin/pip install --quiet llama-cpp-python
 	touch $@
 
+.venv-peft/.setup: constraints.txt
+	$(PYTHON) -m venv .venv-peft
+	.venv-peft/bin/pip install --quiet --upgrade pip
+	.venv-peft/bin/pip install --quiet --constraint constraints.txt torch peft==0.21.2 transformers==5.24.0
+	touch $@
+
 test-full: export NYBBLE_GPTQMODEL_PYTHON := $(CURDIR)/.venv-gptqmodel/bin/python
 test-full: export NYBBLE_LLAMACPP_PYTHON := $(CURDIR)/.venv-llamacpp/bin/python
+test-full: export NYBBLE_PEFT_PYTHON := $(CURDIR)/.venv-peft/bin/python
 test-full: export GPTQMODEL_CPU_WORKERS := 2
-test-full: $(SETUP) lint types .venv-gptqmodel/.setup .venv-llamacpp/.setup
+test-full: $(SETUP) lint types .venv-gptqmodel/.setup .venv-llamacpp/.setup .venv-peft/.setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # The kernels under sanitizers, and on emulated CPUs where qemu-user and g++-aarch64-linux-gnu are installed.

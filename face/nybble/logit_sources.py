@@ -11,6 +11,7 @@ from .benchmarking import linear_operations
 from .devices.memory_plan import SCORE_LOGITS_BYTES
 from .errors import ModelFormatError
 from .loading import Loaded, load
+from .models.hub_cache import located
 from .models.open import open_source
 from .models.source import ModelSource
 from .models.spec import ModelSpec
@@ -122,7 +123,7 @@ class TorchLogits:
 def open_reference(path: str | Path, length: int, **opening: Any) -> LogitSource:
     """What to compare with: an artifact folder runs here, anything else is the model itself, in float32.
     Raises what opening either raises."""
-    if Path(path, "nybble.json").is_file():
+    if Path(located(path), "nybble.json").is_file():
         return RuntimeLogits.open(path, length, **opening)
     source = open_source(path)
     try:

@@ -32,6 +32,7 @@ from .errors import DoesNotFitError, NybbleError
 from .loading import choose_executor, choose_kv_dtype
 from .models.config import spec_from_config
 from .models.config_reader import read_json_object
+from .models.hub_cache import located
 from .models.open import ALIASES
 from .models.spec import ModelSpec
 from .quant.recipe import Recipe
@@ -125,6 +126,8 @@ def plan(
 def open_planned(path: str | Path, bits: int | None = None, group_size: int | None = None) -> PlannedModel:
     """What can be known of a model without its weights. `bits` and `group_size` stand for the recipe of what
     is quantized otherwise."""
+    if str(path) not in ALIASES:
+        path = located(path)
     chosen: dict[str, Any] = {"bits": bits, "group_size": group_size}
     chosen = {name: value for name, value in chosen.items() if value is not None}
     config = _config(path)

@@ -20,6 +20,7 @@ def quantize(
     *,
     recipe: Recipe | None = None,
     calibration: str | Path | None = None,
+    adapter: str | Path | None = None,
     formats: Sequence[str] = ("gptq", "onnx"),
     checkpoint_format: str = "auto",
     overwrite: bool = False,
@@ -27,12 +28,14 @@ def quantize(
     progress: Report | None = None,
     **settings: Any,
 ) -> "Manifest":
-    """Quantizes `src` (a Hugging Face folder, a GGUF file, or the alias `smollm2`) and writes the artifact
-    folder `out`: the old one or none is there until the new one is whole.
+    """Quantizes `src` (a Hugging Face folder, a GGUF file, the hub id of a model in the local Hugging Face
+    cache, or the alias `smollm2`) and writes the artifact folder `out`: the old one or none is there until
+    the new one is whole.
 
     `settings` are `Recipe`'s fields and replace those of `recipe`: `bits=8`, `group_size=128`, ...
     `calibration` is a file of UTF-8 text, or JSONL with `text` or `messages`; by default CPython's own
-    documentation. `progress(stage, done, total)` is called as work proceeds. Returns the manifest.
+    documentation. `adapter` is a folder with a LoRA in PEFT's format, merged first.
+    `progress(stage, done, total)` is called as work proceeds. Returns the manifest.
 
     Raises `NybbleError`'s subclasses; nothing is left behind then.
     """
@@ -49,7 +52,7 @@ def quantize(
     out = Path(out)
     check_formats(formats)
     check_output(out, overwrite)
-    source = open_source(src)
+    source = open_source(src, adapter)
     try:
         text = None
         if chosen.method == "gptq":

@@ -11,6 +11,7 @@ from .errors import ModelFormatError, SettingError
 from .export.artifact import Artifact, open_artifact
 from .export.foreign import ForeignCheckpoint, is_foreign
 from .export.manifest import MANIFEST_NAME
+from .models.hub_cache import located
 from .models.open import ALIASES, open_source
 from .models.spec import ModelSpec
 from .quant.recipe import Recipe
@@ -71,9 +72,12 @@ class Runnable(Protocol):
 
 
 def open_runnable(path: str | Path, format: str, executor: "ExecutorKind") -> Runnable:
-    """Opens an artifact folder, a quantized checkpoint or a GGUF file; an alias is one where there is no such
-    path. Raises `ModelFormatError`, and `SettingError` for what is no artifact with a format, or a GGUF file
-    with another executor."""
+    """Opens an artifact folder, a quantized checkpoint or a GGUF file, or one that the local Hugging Face
+    cache has under this hub id; an alias is one where there is no such path. Raises `ModelFormatError`, and
+    `SettingError` for what is no artifact with a format, or a GGUF file with another executor."""
+    asked = path
+    if str(path) not in ALIASES:
+        path = located(path)
     if os.path.isfile(path):
         name: str | Path = Path(path)
     elif str(path) in ALIASES and not os.path.exists(path):
@@ -88,7 +92,9 @@ def open_runnable(path: str | Path, format: str, executor: "ExecutorKind") -> Ru
         return RunnableCheckpoint(ForeignCheckpoint(Path(path)))
     else:
         artifact = open_artifact(path, format)
-        return RunnableArtifact(artifact, artifact.chosen(format, "gptq" if executor == "cpu" else "onnx"))
+        half = artifact.chosen(format, "gptq" if executor == "cpu" else "onnx")
+        # Nothing is put into a folder that another library keeps.
+        return RunnableArtifact(artifact, half, keeps_packed=path is asked)
     advice = f"make an artifact of it with `nybble quantize {path} -o OUT`"
     if executor != "cpu":
         raise SettingError(f"{path}: a GGUF file runs on executor 'cpu', not {executor!r}; {advice}")
@@ -102,12 +108,14 @@ def open_runnable(path: str | Path, format: str, executor: "ExecutorKind") -> Ru
 
 
 class RunnableArtifact:
-    """An artifact, of which `half` is read."""
+    """An artifact, of which `half` is read. Its packed weights are kept in it, unless told not to: then in
+    the user's cache folder."""
 
     linear_bytes = None
 
-    def __init__(self, artifact: Artifact, half: "Format") -> None:
+    def __init__(self, artifact: Artifact, half: "Format", keeps_packed: bool = True) -> None:
         self.artifact = artifact
+        self._keeps_packed = keeps_packed
         self.half: Format = half
         self.spec = artifact.spec
         self.config = artifact.config
@@ -121,7 +129,7 @@ class RunnableArtifact:
 
     def packed(self, cache: bool, residency: "ResidencyPlan", scratch: Path) -> "PackedSource":
         weights = partial(self.artifact.weights, self.half)
-        folder = self.artifact.folder
+        folder = self.artifact.folder if self._keeps_packed else None
         return _packed(folder, self.digest, self.spec, weights, cache, residency, scratch)
 
     def close(self) -> None:

