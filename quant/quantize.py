@@ -2,9 +2,11 @@
 
 import contextlib
 import ctypes
+import hashlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +15,7 @@ from ..errors import CalibrationError, MissingDependencyError, QuantizationError
 from ..models.source import ModelSource
 from ..models.spec import LinearSpec, ModelSpec
 from .calibration import Calibration
+from .checkpoint import Checkpoint
 from .forward import embed, forward_layer, to_torch
 from .gptq import hessian, quantize_gptq, relative_error
 from .model import QuantizedModel
@@ -37,6 +40,8 @@ def quantize(
     *,
     progress: Progress | None = None,
     threads: int | None = None,
+    work: Path | None = None,
+    resume: bool = False,
 ) -> QuantizedModel:
     """Quantizes every linear layer of the decoder; embedding, head, norms and biases become float16.
 
@@ -44,6 +49,11 @@ def quantize(
     starting from the 8-bit embedding that the runtime will use. RTN needs no calibration. Tensors are read
     from the source when their turn comes: at most the float32 weights of one layer are held, beside the
     results and, for GPTQ, the hidden states of the calibration text and one layer's work on them.
+
+    Finished layers are kept in the folder `work`, where one is given and the run takes so long that it pays;
+    with `resume` a run goes on after the last that an earlier one kept there, with the same result. The
+    folder stays: `checkpoint.discard` it when the result is safe. Raises `SettingError` where it holds work
+    of a run that was not the same.
 
     `threads` is torch's number of threads for the duration. Given the same model, recipe, text, library
     versions and threads, the result is the same to the last bit. Raises `QuantizationError` naming the
@@ -63,16 +73,32 @@ def quantize(
     names = dict.fromkeys((spec.embedding_name, spec.final_norm_name, spec.head_name))
     tensors: Quantized = {name: half(source, name) for name in names}
     errors: dict[str, float] = {}
-    with _threads(threads), torch.no_grad():
-        hidden = None
-        if recipe.method == "gptq" and calibration is not None:
+    with (
+        _threads(threads),
+        torch.no_grad(),
+        Checkpoint(work, run_key(source, recipe, calibration) if work else {}, resume=resume) as checkpoint,
+    ):
+        hidden, first = None, 0
+        if (kept := checkpoint.load()) is not None:
+            first = kept.layers
+            tensors |= kept.tensors
+            errors |= kept.errors
+            hidden = to_torch(kept.state["hidden"]) if kept.state else None
+            report(STAGE, first, spec.num_layers)
+        elif recipe.method == "gptq" and calibration is not None:
             hidden = _embedded(spec, tensors[spec.embedding_name], calibration.token_ids)
-        for layer in range(spec.num_layers):
+        for layer in range(first, spec.num_layers):
             if hidden is None:
                 _rtn_layer(source, layer, recipe, tensors, errors)
             else:
                 _gptq_layer(source, layer, recipe, hidden, tensors, errors)
             return_free_memory()
+            checkpoint.save(
+                layer,
+                {name: tensors[name] for name in spec.layer_tensors(layer)},
+                {linear.name: errors[linear.name] for linear in spec.linears(layer)},
+                {} if hidden is None else {"hidden": hidden.numpy()},
+            )
             report(STAGE, layer + 1, spec.num_layers)
     return QuantizedModel(
         spec=spec,
@@ -86,6 +112,23 @@ def quantize(
         layer_errors=errors,
         calibration_digest=None if hidden is None or calibration is None else calibration.digest,
     )
+
+
+def run_key(source: ModelSource, recipe: Recipe, calibration: Calibration | None) -> dict[str, Any]:
+    """What a run's results depend on, in values that JSON has."""
+    import torch
+
+    from .. import __version__
+
+    text = None if calibration is None else calibration.token_ids
+    return {
+        "model": source.digest,
+        "recipe": recipe.to_json(),
+        "calibration text": None if text is None else hashlib.sha256(text.tobytes()).hexdigest(),
+        "version of a library": [__version__, np.__version__, torch.__version__],
+        "number of threads": torch.get_num_threads(),
+        "instruction set": torch.backends.cpu.get_cpu_capability(),
+    }
 
 
 def half(source: ModelSource, name: str) -> NDArray[np.float16]:

@@ -25,6 +25,7 @@ def quantize(
     checkpoint_format: str = "auto",
     overwrite: bool = False,
     threads: int | None = None,
+    resume: bool = False,
     progress: Report | None = None,
     **settings: Any,
 ) -> "Manifest":
@@ -37,11 +38,16 @@ def quantize(
     documentation. `adapter` is a folder with a LoRA in PEFT's format, merged first.
     `progress(stage, done, total)` is called as work proceeds. Returns the manifest.
 
-    Raises `NybbleError`'s subclasses; nothing is left behind then.
+    Finished layers are kept in a hidden folder beside `out` until the artifact is there, once half a minute
+    went into them. With `resume` a run that was stopped is repeated from there, with the same bytes; the same
+    settings are needed. Without, what was kept is removed.
+
+    Raises `NybbleError`'s subclasses; nothing but that folder is left behind then.
     """
     from .export import check_formats, check_output, write_artifact
     from .models import open_source
     from .quant.calibration import load_calibration
+    from .quant.checkpoint import discard, work_folder
     from .quant.quantize import quantize as quantize_model
     from .runtime.tokenizer import Tokenizer
 
@@ -51,7 +57,7 @@ def quantize(
     chosen = replace(recipe or Recipe(), **settings)
     out = Path(out)
     check_formats(formats)
-    check_output(out, overwrite)
+    work = work_folder(check_output(out, overwrite))
     source = open_source(src, adapter)
     try:
         text = None
@@ -63,10 +69,12 @@ def quantize(
                 render=tokenizer.render_chat,
                 recipe=chosen,
             )
-        model = quantize_model(source, chosen, text, progress=progress, threads=threads)
+        model = quantize_model(
+            source, chosen, text, progress=progress, threads=threads, work=work, resume=resume
+        )
     finally:
         source.close()
-    return write_artifact(
+    manifest = write_artifact(
         model,
         out,
         formats=formats,
@@ -74,3 +82,5 @@ def quantize(
         overwrite=overwrite,
         progress=progress,
     )
+    discard(work)
+    return manifest

@@ -65,6 +65,7 @@ RECIPE = (
     "--checkpoint-format", type=click.Choice(["auto", "gptq", "gptq_v2"]), default="auto", show_default=True
 )
 @click.option("--overwrite", is_flag=True, help="Replace the artifact that is at the output.")
+@click.option("--resume", is_flag=True, help="Go on where the same run was stopped.")
 @click.option("--threads", type=int, help="[default: the cores this process may use]")
 def command(source: str, output: Path, formats: str, **settings: Any) -> None:
     """Quantize SRC and write an artifact folder.
