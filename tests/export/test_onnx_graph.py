@@ -192,6 +192,14 @@ def set_spec(model: onnx.ModelProto, **changes: Any) -> None:
     set_metadata(model, "nybble.spec", lambda text: json.dumps({**json.loads(text), **changes}))
 
 
+def set_rope(model: onnx.ModelProto, **changes: Any) -> None:
+    set_metadata(
+        model,
+        "nybble.spec",
+        lambda text: json.dumps((spec := json.loads(text)) | {"rope": spec["rope"] | changes}),
+    )
+
+
 def drop_metadata(model: onnx.ModelProto) -> None:
     del model.metadata_props[:]
 
@@ -228,6 +236,15 @@ DAMAGES: dict[str, tuple[Callable[[onnx.ModelProto], None], str]] = {
     "a size that is text": (lambda m: set_spec(m, hidden_size="80"), "hidden_size is '80'"),
     "a size below zero": (lambda m: set_spec(m, head_dim=-12), "head_dim is -12"),
     "another size": (lambda m: set_spec(m, intermediate_size=64), "has shape"),
+    "a factor too few": (
+        lambda m: set_rope(m, scaling="longrope", short_factor=[1.0] * 6, long_factor=[1.0] * 5),
+        "factor list is",
+    ),
+    "a factor of nothing": (
+        lambda m: set_rope(m, scaling="longrope", short_factor=[0.0] * 6, long_factor=[1.0] * 6),
+        "factor list is",
+    ),
+    "a factor that is text": (lambda m: set_rope(m, short_factor=["1"] * 6), "short_factor is"),
     "a field too many": (lambda m: set_spec(m, colour=1), "colour missing or unknown"),
     "an operator with another block": (change_block, "block_size"),
     "data outside a constant": (hide_external, "outside the graph"),
