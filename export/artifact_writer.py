@@ -147,6 +147,10 @@ def _refusals(model: QuantizedModel, checkpoint_format: CheckpointFormat) -> dic
     if short:
         reason = f"the group size {size} does not divide an input size of {short[0]}"
         refused = dict.fromkeys(REFUSES_SHORT_GROUPS, reason)
+    if model.spec.fused_projections:
+        refused["GPTQModel"] = (
+            "gate_up_proj in one piece, as transformers' class has it; it expects two layers"
+        )
     if not model.recipe.symmetric and checkpoint_format == "gptq":
         refused["GPTQModel"] = "zero points in the gptq checkpoint format, which it takes from itself only"
     return refused

@@ -1,13 +1,12 @@
 """`CheckpointWeights`: what readers of quantized Hugging Face folders have in common."""
 
 from abc import ABC, abstractmethod
-from functools import cached_property
 from pathlib import Path
 from typing import Self
 
 from ..errors import ModelFormatError
 from ..models.config_reader import shown
-from ..models.spec import ModelSpec, StoredRows
+from ..models.spec import LinearSpec, ModelSpec, StoredRows
 from ..quant.packing import QuantizedTensor, quantize_head
 from ..quant.packing_rows import MatrixRows
 from .shards import Shards
@@ -27,6 +26,7 @@ class CheckpointWeights(ABC):
         self.folder, self.spec = folder, spec
         self._shards = Shards(folder)
         try:
+            self._lay_out()
             for name, shape in self._shapes.items():
                 self._check(name, shape)
         except BaseException:
@@ -82,16 +82,29 @@ class CheckpointWeights(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @cached_property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the tensors of the checkpoint, were it not quantized."""
-        return self.spec.stored_tensors()
+    def _lay_out(self) -> None:
+        """Finds the checkpoint's tensors, by the names they would have were it not quantized, and where each
+        of the model's is in them. GPTQModel takes a family's fused layers apart, and does not say so."""
+        spec = self.spec
+        self._shapes, self._rows = spec.stored_tensors(), spec.stored_rows()
+        linears = []
+        for layer in range(spec.num_layers):
+            for stored, parts in spec.stored_linears(layer):
+                if len(parts) == 1 or self._holds(stored) or not all(map(self._holds, parts)):
+                    linears.append(stored.name)
+                    continue
+                for name in (stored.name, stored.bias_name):
+                    self._shapes.pop(name, None)
+                for part in parts:
+                    linears.append(part.name)
+                    self._shapes[part.name] = (part.out_features, part.in_features)
+                    self._rows[part.name] = StoredRows(part.name, 0, part.out_features)
+                    if part.bias:
+                        self._shapes[part.bias_name] = (part.out_features,)
+                        self._rows[part.bias_name] = StoredRows(part.bias_name, 0, part.out_features)
+        self._linears = frozenset(linears)
 
-    @cached_property
-    def _rows(self) -> dict[str, StoredRows]:
-        return self.spec.stored_rows()
-
-    @cached_property
-    def _linears(self) -> frozenset[str]:
-        layers = range(self.spec.num_layers)
-        return frozenset(stored.linear.name for layer in layers for stored in self.spec.stored_linears(layer))
+    def _holds(self, linear: LinearSpec) -> bool:
+        """Whether there is such a layer, quantized or not."""
+        quantized = linear.name.removesuffix(".weight") + ".qweight"
+        return linear.name in self._shards or quantized in self._shards

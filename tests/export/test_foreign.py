@@ -12,6 +12,7 @@ import pytest
 from checkpoints import Layer, write_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from nybble.errors import NybbleError
 from nybble.export.foreign import ForeignCheckpoint, is_foreign
@@ -128,6 +129,31 @@ def test_fused_layers_in_gptq(
     meant = write_checkpoint(model, tmp_path / "q", config, lambda stem: None if stem == plain else layer)
     rounded = tuple(f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
     check_weights(tmp_path / "q", meant, rounded)
+
+
+def test_a_fused_layer_that_was_taken_apart(make_tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """As GPTQModel has Phi-3: gate and up by themselves, q, k and v in one piece."""
+    shutil.copytree(make_tiny_model("phi3"), tmp_path / "apart")
+    tensors = load_file(tmp_path / "apart" / "model.safetensors")
+    for layer in range(2):
+        mlp = f"model.layers.{layer}.mlp."
+        gate, up = np.split(tensors.pop(f"{mlp}gate_up_proj.weight"), 2)
+        tensors |= {f"{mlp}gate_proj.weight": gate.copy(), f"{mlp}up_proj.weight": up.copy()}
+    save_file(tensors, tmp_path / "apart" / "model.safetensors")
+    layers = {"qkv_proj": Layer(4, 32, False), "up_proj": Layer(8, 64)}
+    config = GPTQ | {
+        "sym": False,
+        "dynamic": {"-:.*gate_proj": {}, ".*up_proj": {"bits": 8, "group_size": 64}},
+    }
+    meant = write_checkpoint(
+        tmp_path / "apart", tmp_path / "q", config,
+        lambda stem: None if "gate" in stem else layers.get(stem.rsplit(".")[-1], Layer(4, 32, False)),
+    )  # fmt: skip
+    for layer in range(2):
+        mlp = f"model.layers.{layer}.mlp."
+        gate = quantize_head(meant[f"{mlp}gate_proj.weight"]).dequantize()
+        meant[f"{mlp}gate_up_proj.weight"] = np.concatenate([gate, meant[f"{mlp}up_proj.weight"]])
+    check_weights(tmp_path / "q", meant)
 
 
 @pytest.mark.parametrize("sizes", FUSED)

@@ -43,14 +43,19 @@ TINY: dict[str, dict[str, Any]] = {
     "gptq_v2": {"checkpoint_format": "gptq_v2"},
     "qwen2, biases": {"family": "qwen2"},
     "qwen3": {"family": "qwen3"},
-    "phi3": {"family": "phi3"},
-    "phi3, asymmetric, desc_act": {"family": "phi3", "symmetric": False, "act_order": "dynamic"},
     "tied": {"config_overrides": {"tie_word_embeddings": True}},
     "shards": {"shard_limit": 60_000},
     "transformers": {"loader": "transformers"},
     "transformers, asymmetric": {"loader": "transformers", "symmetric": False},
     "transformers, desc_act": {"loader": "transformers", "act_order": "dynamic"},
+    # GPTQModel itself expects phi3's gate_up_proj in two pieces, which transformers does not load.
     "transformers, phi3": {"loader": "transformers", "family": "phi3"},
+    "transformers, phi3, asymmetric, desc_act": {
+        "loader": "transformers",
+        "family": "phi3",
+        "symmetric": False,
+        "act_order": "dynamic",
+    },
 }
 
 
