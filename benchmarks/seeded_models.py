@@ -62,6 +62,8 @@ class SeededModel:
         if len(shape) == 1:
             return np.ones(shape, np.float32)
         random = np.random.default_rng(list(name.encode()))
+        if name in self.spec.float_names:  # a router or gate
+            return random.normal(size=shape, scale=shape[1] ** -0.5).astype(np.float32)
         ends = name in (self.spec.embedding_name, self.spec.head_name)
         bits = 8 if ends else self.recipe.bits
         group = 32 if ends else shape[1] if self.recipe.group_size == -1 else self.recipe.group_size

@@ -72,18 +72,42 @@ def plan_on_kernels(run: RunSettings) -> MemoryPlan:
 def step_bytes(run: RunSettings) -> int:
     """Everything a step of `run.tokens` tokens writes besides cache and logits."""
     spec, tokens, rows = run.spec, padded(run.tokens, 4), padded(run.logit_rows, 4)
-    hidden, inner = padded(spec.hidden_size, 32), padded(spec.intermediate_size, 32)
+    hidden, inner = padded(spec.hidden_size, 32), padded(spec.mlp_size, 32)
     q, kv = padded(spec.q_size, 32), padded(spec.kv_size, 32)
-    widest, wide = max(hidden, inner, q), max(hidden, q + 2 * kv, 2 * inner)
+    widest, wide = max(hidden, inner, q, *_expert_sizes(spec)), max(hidden, q + 2 * kv, 2 * inner)
     rotary = sum(rope.rotary_dim for rope in spec.ropes)
     # Rows in float32, three times as int8 with 20 bytes more for 32 of them, the rotary tables, positions.
     token = 4 * (hidden + wide + q) + 3 * _quantized(widest) + 4 * rotary + 8
     return (
         tokens * token
+        + _expert_rows(spec, tokens)
         + rows * (4 * hidden + _quantized(hidden))
         + (run.threads or run.profile.threads) * _scratch(spec, widest)
         + _parts(run)
     )
+
+
+def _expert_sizes(spec: ModelSpec) -> tuple[int, int]:
+    """Elements of an expert's activations and of the shared one's, padded; 0 for none."""
+    mixture = spec.mixture
+    if mixture is None:
+        return 0, 0
+    return padded(mixture.intermediate_size, 32), padded(mixture.shared_intermediate_size, 32)
+
+
+def _expert_rows(spec: ModelSpec, tokens: int) -> int:
+    """What `ExpertRows` (runtime/kernels/experts.h) holds: outputs and quantized inputs of a row for every
+    token and expert of it, filled up to blocks of four for each expert, and who has which."""
+    if (mixture := spec.mixture) is None:
+        return 0
+    hidden, chosen = padded(spec.hidden_size, 32), tokens * mixture.experts_per_token
+    routed = padded(chosen + 3 * min(chosen, mixture.num_experts), 4)
+    sizes, shared = _expert_sizes(spec), tokens if mixture.shared_intermediate_size else 0
+    count = mixture.experts_per_token + (shared > 0)
+    found = 4 * tokens * (padded(mixture.num_experts, 16) + 3 * count) + 5 * (routed + shared)
+    for rows, size in zip((routed, shared), sizes, strict=True):
+        found += rows * (4 * max(hidden, 2 * size) + _quantized(max(hidden, size)))
+    return found
 
 
 def _scratch(spec: ModelSpec, widest: int) -> int:

@@ -14,8 +14,8 @@ HEAD_BITS, HEAD_GROUP_SIZE = 8, 32
 
 
 def weight_bytes(spec: ModelSpec, recipe: Recipe | None) -> int:
-    """Bytes of a model's tensors once each: packed integers, zero points, scales, norms and biases in f16,
-    embedding and head in 8 bits. `recipe` None is an unquantized model in float32."""
+    """Bytes of a model's tensors once each: packed integers, zero points, scales, norms, biases and
+    gates in f16, embedding and head in 8 bits. `recipe` None is an unquantized model in float32."""
     if recipe is None:
         return 4 * sum(math.prod(shape) for shape in spec.tensors().values())
     matrices = [Matrix.of(linear, recipe) for linear in linears(spec)]
@@ -64,5 +64,6 @@ def linears(spec: ModelSpec) -> Iterator[LinearSpec]:
 
 
 def float_elements(spec: ModelSpec) -> int:
-    """Of norms and biases."""
-    return sum(shape[0] for shape in spec.tensors().values() if len(shape) == 1)
+    """Of norms, biases, routers and gates."""
+    shapes = spec.tensors()
+    return sum(math.prod(shapes[name]) for name in spec.float_names)

@@ -128,5 +128,9 @@ def _step(run: RunSettings, sequences: int, tokens: int) -> int:
     gathered = 2 * context * (4 * (spec.kv_size + spec.q_size))
     if run.kv != "f32":
         gathered += 2 * context * spec.kv_size * KV_BYTES[run.kv]
-    rows = 3 * spec.intermediate_size + 4 * spec.hidden_size + 2 * (spec.q_size + 2 * spec.kv_size)
+    rows = 3 * spec.mlp_size + 4 * spec.hidden_size + 2 * (spec.q_size + 2 * spec.kv_size)
+    if (mixture := spec.mixture) is not None:
+        # Rows sorted by expert, what all experts gave, and that sorted back and weighted.
+        one = 3 * mixture.intermediate_size + 5 * spec.hidden_size
+        rows += mixture.experts_per_token * one + 3 * mixture.shared_intermediate_size
     return sequences * (scores + mask + gathered + 4 * tokens * rows)

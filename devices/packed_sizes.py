@@ -1,6 +1,7 @@
 """Bytes of a model's packed weights, layer by layer, as `CpuExecutor` has them (runtime/kernels/layout.h) and
 as they lie in the file of packed weights (runtime/packed_file.py)."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,8 +17,8 @@ SECTION, TENSOR = 4096, 64
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """One layer: its linear layers' tiles with what they permute their inputs by, its norms and biases, and
-    its section of the file, which is what a buffer holds of it while it is streamed."""
+    """One layer: its linear layers' tiles with what they permute their inputs by, its norms, biases and
+    gates, and its section of the file, which is what a buffer holds of it while it is streamed."""
 
     linears: int
     vectors: int
@@ -62,6 +63,7 @@ def _packed_bytes(
 def _layer_bytes(spec: ModelSpec, layer: int, matrices: Iterator[int], permuted: bool) -> LayerBytes:
     """Takes the layer's linear layers off `matrices`."""
     tensors, vectors = [], [4 * size for size in spec.norms(layer).values()]
+    vectors += [4 * math.prod(shape) for shape in spec.gates(layer).values()]
     for linear in spec.linears(layer):
         tensors += [next(matrices), 4 * linear.in_features if permuted else 0]
         vectors += [4 * linear.out_features] if linear.bias else []

@@ -107,7 +107,10 @@ class Roofline:
         elements = sum(linear.out_features * linear.in_features for linear in linears(spec))
         linear_bytes = sum(layer.linears for layer in sizes.layers)
         bits = 4 if 8 * linear_bytes < 7 * elements else 8
-        self._layers = Product(linear_bytes, elements, bits)
+        experts = _expert_elements(spec)
+        bytes_of = linear_bytes / elements
+        self._layers = Product(int(bytes_of * (elements - experts)), elements - experts, bits)
+        self._experts = Product(int(bytes_of * experts), experts, bits)
         self._head = Product(sizes.embedding, spec.vocab_size * spec.hidden_size, HEAD_BITS)
 
     def decode(self, length: int, sequences: int) -> float:
@@ -130,25 +133,44 @@ class Roofline:
         spec, rates = self._spec, self._rates
         seconds = STEP + spec.num_layers * (LAYER + tokens * _elements(spec) * rates.efficiency.element)
         seconds += self._layers.seconds(tokens, rates) + self._head.seconds(rows, rates)
+        if (mixture := spec.mixture) is not None:
+            active = mixture.experts_per_token / mixture.num_experts
+            # Read is what any token chose, computed what each did.
+            seconds += self._experts.seconds(tokens, rates, 1 - (1 - active) ** tokens, active)
         seconds += 4 * pairs * spec.q_size * spec.num_layers / (share * rates.integer_rate)
         return max(seconds, self._streamed / rates.disk_bandwidth) if rates.disk_bandwidth else seconds
 
 
 @dataclass(frozen=True)
 class Product:
-    """Matrices that every token of a step is multiplied with."""
+    """Matrices that the tokens of a step are multiplied with."""
 
     bytes: int
     elements: int
     bits: int  # of most of its weights
 
-    def seconds(self, tokens: int, rates: Rates) -> float:
-        """Of reading them once, or of the operations, whichever is more."""
-        reading = self.bytes / (rates.efficiency.reading[self.bits] * rates.bandwidth)
-        operations = 2 * tokens * self.elements
+    def seconds(self, tokens: int, rates: Rates, read: float = 1.0, computed: float = 1.0) -> float:
+        """Of reading them once, or of the operations, whichever is more; of them, the shares that are `read`
+        at all and `computed` for a token."""
+        reading = read * self.bytes / (rates.efficiency.reading[self.bits] * rates.bandwidth)
+        operations = 2 * tokens * computed * self.elements
         return max(reading, operations / (rates.efficiency.arithmetic[self.bits] * rates.integer_rate))
 
 
-def _elements(spec: ModelSpec) -> int:
+def _elements(spec: ModelSpec) -> float:
     """Of a token's rows in a layer, which norms, activations and roundings pass over."""
-    return 4 * spec.hidden_size + spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size
+    elements = 4.0 * spec.hidden_size + spec.q_size + 2 * spec.kv_size
+    if (mixture := spec.mixture) is None:
+        return elements + 3 * spec.intermediate_size
+    share = len(mixture.layers) / spec.num_layers
+    rows = mixture.experts_per_token * (3 * mixture.intermediate_size + 2 * spec.hidden_size)
+    rows += 3 * mixture.shared_intermediate_size
+    return elements + (1 - share) * 3 * spec.intermediate_size + share * rows
+
+
+def _expert_elements(spec: ModelSpec) -> int:
+    """Weights of all experts but the shared ones."""
+    mixture = spec.mixture
+    if mixture is None:
+        return 0
+    return 3 * len(mixture.layers) * mixture.num_experts * mixture.intermediate_size * spec.hidden_size

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -48,8 +49,8 @@ def artifact_bytes(spec: ModelSpec, recipe: Recipe) -> dict[Format, int]:
     gptq = sum(shard.nbytes for shard in plan_gptq(spec, recipe.bits, recipe.group_size))
     onnx = 0
     for name, shape in spec.tensors().items():
-        if len(shape) == 1:
-            onnx += 4 * shape[0]
+        if name in spec.float_names:
+            onnx += 4 * math.prod(shape)
         elif name in (spec.embedding_name, spec.head_name):
             onnx += _quantized_bytes(shape, HEAD_BITS, HEAD_GROUP_SIZE)
         else:
@@ -122,6 +123,7 @@ def write_artifact(
             files=_file_entries(folder, report),
             created_with=_versions(),
             layer_errors=model.layer_errors,
+            starved_experts=model.starved_experts,
             calibration_digest=model.calibration_digest,
             quality=quality,
             refused_by=refused,

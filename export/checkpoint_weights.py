@@ -55,7 +55,7 @@ class CheckpointWeights(ABC):
         if rows is None:
             raise ModelFormatError(f"{self.folder}: the model has no tensor {shown(name)}")
         stored = rows.name
-        if len(self._shapes[stored]) < 2:
+        if name in self.spec.float_names:
             return None
         quantized = self._quantized(stored)
         if quantized is not None and stored in self._linears:

@@ -34,8 +34,9 @@ class FileEntry:
 @dataclass(frozen=True)
 class Manifest:
     """`files` maps a path relative to the artifact, with `/`, to its entry; `nybble.json` is not among them.
-    `layer_errors` maps a linear layer's tensor name to its relative error. `refused_by` maps the name of a
-    loader that is known not to load the GPTQ half to the reason."""
+    `layer_errors` maps a linear layer's tensor name to its relative error. `starved_experts` maps a layer's
+    number to how many experts too few tokens of calibration text reached, where there are any. `refused_by`
+    maps the name of a loader that is known not to load the GPTQ half to the reason."""
 
     source_origin: str
     source_digest: str
@@ -44,6 +45,7 @@ class Manifest:
     files: Mapping[str, FileEntry]
     created_with: Mapping[str, str] = field(default_factory=dict)  # program or library to version
     layer_errors: Mapping[str, float] = field(default_factory=dict)
+    starved_experts: Mapping[str, int] = field(default_factory=dict)
     calibration_digest: str | None = None
     quality: Mapping[str, Any] | None = None
     refused_by: Mapping[str, str] = field(default_factory=dict)
@@ -61,6 +63,7 @@ class Manifest:
             "refused_by": dict(self.refused_by),
             "quality": None if self.quality is None else dict(self.quality),
             "layer_errors": dict(self.layer_errors),
+            **({"starved_experts": dict(self.starved_experts)} if self.starved_experts else {}),
             "files": {
                 path: {"size": e.size, "sha256": e.sha256, "half": e.half}
                 for path, e in sorted(self.files.items())
@@ -93,6 +96,9 @@ class Manifest:
             files=_files(reader),
             created_with=_mapping(reader, "created_with", str, "a string"),
             layer_errors=_mapping(reader, "layer_errors", (int, float), "a finite number"),
+            starved_experts=_mapping(reader, "starved_experts", int, "a number of experts")
+            if reader.has("starved_experts")
+            else {},
             calibration_digest=reader.string("calibration_digest") if has_calibration else None,
             quality=_object(reader, "quality") if reader.has("quality") else None,
             refused_by=_mapping(reader, "refused_by", str, "a string"),

@@ -11,12 +11,14 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from ..models.spec import Activation, ModelSpec
+from ..models.spec import ModelSpec
 from .onnx_attention import NAME as PAGED_ATTENTION
 from .onnx_attention import PackedLayout, paged_attention_function
 from .onnx_builder import IR_VERSION, NYBBLE, OPSET_IMPORTS, Builder, MemoryStore, TensorStore, graph_input
 from .onnx_dependency import ir
+from .onnx_experts import write_mixture
 from .onnx_linear import Embedding, LinearWriter, as_float, store_embedding, write_embedding, write_head
+from .onnx_mlp import write_mlp
 from .onnx_spec import spec_to_json
 from .weights import LogicalWeights
 
@@ -153,7 +155,8 @@ class _Decoder:
 
     def _layer(self, layer: int, hidden: ir.Value, caches: list[ir.Value]) -> tuple[ir.Value, list[ir.Value]]:
         spec, b, prefix = self.spec, self.b, self.spec.layer_prefix(layer)
-        *qkv, output, gate, up, down = spec.linears(layer)
+        linears = spec.linears(layer)
+        qkv, output, mlp = linears[:3], linears[3], linears[4:]
         norms, (q_norm, k_norm) = spec.layer_norms(layer), spec.qk_norms(layer)
         x = hidden if norms.before_attention is None else self._norm(hidden, norms.before_attention)
         q, k, v = self.writer.linears(x, qkv, self.weights, prefix + "self_attn.qkv_proj")
@@ -185,10 +188,10 @@ class _Decoder:
         hidden = self._add(hidden, attended, norms.after_attention)
 
         x = hidden if norms.before_mlp is None else self._norm(hidden, norms.before_mlp)
-        gate_y, up_y = self.writer.linears(x, [gate, up], self.weights, prefix + "mlp.gate_up_proj")
-        (y,) = self.writer.linears(
-            b.op("Mul", activate(b, gate_y, spec.activation), up_y), [down], self.weights, down.name
-        )
+        if spec.mixture_of(layer) is not None:
+            y = write_mixture(self.writer, self.weights, layer, x)
+        else:
+            y = write_mlp(self.writer, self.weights, mlp, x, prefix + "mlp.gate_up_proj")
         return self._add(hidden, y, norms.after_mlp), written
 
     def _norm_heads(self, x: ir.Value, norm: str | None, heads: int) -> ir.Value:
@@ -258,12 +261,3 @@ def set_cache_type(model: ir.Model, dtype: ir.DataType) -> None:
     for value in (*model.graph.inputs, *model.graph.outputs):
         if value.name is not None and value.name.startswith(("key_cache", "value_cache")):
             value.type = ir.TensorType(dtype)
-
-
-def activate(b: Builder, x: ir.Value, activation: Activation) -> ir.Value:
-    """The MLP's activation, elementwise."""
-    if activation == "silu":
-        return b.op("Mul", x, b.op("Sigmoid", x))
-    if activation == "relu":
-        return b.op("Relu", x)
-    return b.op("Gelu", x, approximate="tanh" if activation == "gelu_tanh" else "none")

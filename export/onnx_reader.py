@@ -60,7 +60,9 @@ def open_decoder(path: Path) -> DecoderFile:
             weight_bytes += _check_external(path, tensor, sizes)
     spec = spec_from_json(model.metadata_props.get("nybble.spec", ""), path.name)
     tensors = _layout(path, model.metadata_props.get("nybble.tensors", ""))
-    if spec.num_layers > len(tensors):  # before anything walks the layers
+    mixture = spec.mixture
+    matrices = spec.num_layers + (0 if mixture is None else 3 * len(mixture.layers) * mixture.num_experts)
+    if matrices > len(tensors):  # before anything walks them
         raise ModelFormatError(
             f"{path.name}: {spec.num_layers} layers, but {len(tensors)} tensors: some are missing"
         )
@@ -80,7 +82,7 @@ class OnnxWeights:
         self._shapes = self.spec.tensors()
         for name, shape in self._shapes.items():
             stored = self._file.tensors.get(name)
-            if stored is None and len(shape) == 2:
+            if stored is None and name not in self.spec.float_names:
                 raise ModelFormatError(f"{self._name}: tensor {name} is missing")
             if stored is not None and (stored.rows, stored.columns) != shape:
                 found = [stored.rows, stored.columns]
@@ -143,13 +145,14 @@ class OnnxWeights:
         return self._file.model.graph.initializers
 
     def _vector(self, name: str) -> NDArray[np.float32]:
-        """A norm, or a bias: rows of its stored linear's."""
+        """A norm, a gate, or a bias: rows of its stored linear's."""
         shape = self._shapes.get(name)
         if shape is None:
             raise ModelFormatError(f"{self._name}: the model has no tensor {name}")
         layer = self._biases.get(name)
         if layer is None:
-            return self._read(name, np.float32, 1, StoredTensor(name, 0, shape[0], 1))[:, 0]
+            width = math.prod(shape[1:])
+            return self._read(name, np.float32, width, StoredTensor(name, 0, shape[0], width)).reshape(shape)
         stored = self._file.tensors[layer.name]
         return self._read(stored.stored + ".bias", np.float32, 1, stored)[:, 0]
 

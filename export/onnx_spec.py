@@ -1,5 +1,6 @@
 """`ModelSpec` as JSON, the way the ONNX half's metadata carries it."""
 
+import itertools
 import json
 import math
 import types
@@ -7,7 +8,8 @@ from dataclasses import MISSING, asdict, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ModelFormatError
-from ..models.spec import ModelSpec, RopeSpec
+from ..models.mixture import MAX_ALL_EXPERTS
+from ..models.spec import MixtureSpec, ModelSpec, RopeSpec
 
 
 def spec_to_json(spec: ModelSpec) -> str:
@@ -34,7 +36,15 @@ def _rope(data: Any, where: str) -> RopeSpec:
     return RopeSpec(**_fields(RopeSpec, data, where))
 
 
-def _fields(cls: type[ModelSpec] | type[RopeSpec], data: dict[str, Any], where: str) -> dict[str, Any]:
+def _mixture(data: Any, where: str) -> MixtureSpec:
+    if not isinstance(data, dict):
+        raise ModelFormatError(f"{where}: the model's description has no mixture of experts")
+    return MixtureSpec(**_fields(MixtureSpec, data, where))
+
+
+def _fields(
+    cls: type[ModelSpec] | type[RopeSpec] | type[MixtureSpec], data: dict[str, Any], where: str
+) -> dict[str, Any]:
     hints = get_type_hints(cls)
     # A graph from before a field was there has its default.
     needed = {field.name for field in fields(cls) if field.default is MISSING}
@@ -45,6 +55,9 @@ def _fields(cls: type[ModelSpec] | type[RopeSpec], data: dict[str, Any], where: 
     for name, value in data.items():
         if name in ("rope", "window_rope") and (value is not None or name == "rope"):
             values[name] = _rope(value, where)
+            continue
+        if name == "mixture" and value is not None:
+            values[name] = _mixture(value, where)
             continue
         value = tuple(value) if isinstance(value, list) else value
         if not _matches(value, hints[name]):
@@ -92,3 +105,13 @@ def _check(spec: ModelSpec, where: str) -> None:
     windows = spec.sliding_windows
     check("sliding_windows", len(windows), len(windows) in (0, spec.num_layers), "one entry a layer")
     check("sliding_windows", windows, all(w is None or w > 0 for w in windows), "positive windows")
+    if (mixture := spec.mixture) is not None:
+        layers, experts = mixture.layers, mixture.num_experts
+        ascending = all(a < b for a, b in itertools.pairwise(layers))
+        check("layers", layers, ascending, "ascending layers")
+        check("layers", layers, all(0 <= x < spec.num_layers for x in layers), "layers of the model")
+        check("num_experts", experts, 0 < experts <= MAX_ALL_EXPERTS // max(1, len(layers)), "fewer experts")
+        chosen = mixture.experts_per_token
+        check("experts_per_token", chosen, 0 < chosen <= experts, f"1 to {experts}")
+        for size in (mixture.intermediate_size, mixture.shared_intermediate_size or 1):
+            check("intermediate_size", size, 0 < size < 1 << 31, "a positive 32-bit size")

@@ -16,7 +16,8 @@ LogicalTensor = QuantizedTensor | NDArray[np.float32]
 
 class LogicalWeights(Protocol):
     """A model's tensors by their Hugging Face names: `QuantizedTensor` for a quantized linear layer, the
-    embedding and the head; float32 for norms and biases, and for everything of an unquantized model."""
+    embedding and the head; float32 for norms, biases and gates, and for everything of an unquantized
+    model."""
 
     @property
     def spec(self) -> ModelSpec: ...

@@ -9,10 +9,13 @@ from .gemma2 import gemma2
 from .gemma3 import gemma3_text
 from .granite import granite
 from .llama import llama, mistral
+from .mixtral import mixtral
 from .olmo2 import olmo2
 from .phi3 import phi3
 from .qwen2 import qwen2
+from .qwen2_moe import qwen2_moe
 from .qwen3 import qwen3
+from .qwen3_moe import qwen3_moe
 from .smollm3 import smollm3
 from .spec import ModelSpec
 
@@ -28,6 +31,9 @@ FAMILIES: Mapping[str, Callable[[ConfigReader], ModelSpec]] = {
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,
     "phi3": phi3,
+    "mixtral": mixtral,
+    "qwen2_moe": qwen2_moe,
+    "qwen3_moe": qwen3_moe,
 }
 
 

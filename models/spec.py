@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Context, Decimal
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 # Where a layer's norms stand: on what attention and MLP read, on what they give, or on both.
 NormPlacement = Literal["before", "after", "around"]
+# Whose names a mixture's tensors have: Mixtral's (`block_sparse_moe.experts.0.w1`) or Qwen's.
+MixtureNames = Literal["mixtral", "qwen"]
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,56 @@ class StoredRows(NamedTuple):
     end: int
 
 
+@dataclass(frozen=True)
+class MixtureSpec:
+    """The mixture of experts that some layers have for an MLP. A router, a matrix [num_experts, hidden] of
+    floats, gives each token a logit for every expert. Its `experts_per_token` experts with the highest logits
+    compute, of equal ones those of the lowest index; what they give is weighted with the softmax over all
+    logits, divided by the sum over the chosen ones where `normalized`, and added in the experts' order.
+
+    A shared expert computes for every token, weighted with the sigmoid of a gate, [1, hidden] floats, and is
+    added last.
+    """
+
+    layers: tuple[int, ...]  # ascending; the others have an MLP
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int  # of each expert
+    normalized: bool
+    shared_intermediate_size: int = 0  # 0 is no shared expert
+    names: MixtureNames = "qwen"
+
+    def prefix(self, layer_prefix: str) -> str:
+        """What the names of a layer's mixture begin with."""
+        return layer_prefix + ("block_sparse_moe." if self.names == "mixtral" else "mlp.")
+
+    def linears(self, layer_prefix: str, hidden: int) -> tuple[LinearSpec, ...]:
+        """Gate, up and down of each expert in ascending order, then of the shared expert."""
+        p = self.prefix(layer_prefix)
+        names = ("w1", "w3", "w2") if self.names == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+        stems = [(f"{p}experts.{expert}.", self.intermediate_size) for expert in range(self.num_experts)]
+        if self.shared_intermediate_size:
+            stems.append((f"{p}shared_expert.", self.shared_intermediate_size))
+        gate, up, down = names
+        return tuple(
+            linear
+            for stem, inner in stems
+            for linear in (
+                LinearSpec(f"{stem}{gate}.weight", inner, hidden, False),
+                LinearSpec(f"{stem}{up}.weight", inner, hidden, False),
+                LinearSpec(f"{stem}{down}.weight", hidden, inner, False),
+            )
+        )
+
+    def gates(self, layer_prefix: str, hidden: int) -> dict[str, tuple[int, int]]:
+        """The router, then the shared expert's gate: name to shape. Both stay floats."""
+        p = self.prefix(layer_prefix)
+        shapes = {f"{p}gate.weight": (self.num_experts, hidden)}
+        if self.shared_intermediate_size:
+            shapes[f"{p}shared_expert_gate.weight"] = (1, hidden)
+        return shapes
+
+
 class LayerNorms(NamedTuple):
     """A layer's norms by the names of their weights; None where there is none."""
 
@@ -136,7 +189,7 @@ class LayerNorms(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only transformer: RMSNorm, grouped-query attention with RoPE, gated MLP.
+    """A decoder-only transformer: RMSNorm, grouped-query attention with RoPE, gated MLP or mixture of them.
 
     What multiplies or is added is said here and done where the model runs, never folded into tensors: these
     are the checkpoint's own, in whatever form it quantized them.
@@ -177,6 +230,7 @@ class ModelSpec:
     window_rope: RopeSpec | None = None  # of layers with a sliding window, where it is another
     unrotated_layers: tuple[int, ...] = ()  # layers without RoPE
     fused_projections: bool = False  # in a checkpoint q, k, v are one tensor, and so are gate and up
+    mixture: MixtureSpec | None = None  # what stands for the MLP in some layers
 
     @property
     def q_size(self) -> int:
@@ -234,14 +288,30 @@ class ModelSpec:
     def layer_prefix(self, layer: int) -> str:
         return f"model.layers.{layer}."
 
+    def mixture_of(self, layer: int) -> MixtureSpec | None:
+        """The mixture of experts of a layer; None where it has an MLP."""
+        return self.mixture if self.mixture is not None and layer in self.mixture.layers else None
+
+    @property
+    def mlp_size(self) -> int:
+        """Elements of an MLP's activations; 0 where every layer has a mixture of experts."""
+        mixtures = 0 if self.mixture is None else len(self.mixture.layers)
+        return self.intermediate_size if mixtures < self.num_layers else 0
+
     def linears(self, layer: int) -> tuple[LinearSpec, ...]:
-        """The layer's seven linear layers, in the order data meets them: q, k, v, o, gate, up, down."""
+        """The layer's linear layers that are quantized, in the order data meets them: q, k, v, o, then gate,
+        up and down: of the MLP, or of one expert after the other."""
         p, hidden, inner = self.layer_prefix(layer), self.hidden_size, self.intermediate_size
-        return (
+        attention = (
             LinearSpec(p + "self_attn.q_proj.weight", self.q_size, hidden, self.qkv_bias),
             LinearSpec(p + "self_attn.k_proj.weight", self.kv_size, hidden, self.qkv_bias),
             LinearSpec(p + "self_attn.v_proj.weight", self.kv_size, hidden, self.qkv_bias),
             LinearSpec(p + "self_attn.o_proj.weight", hidden, self.q_size, self.output_bias),
+        )
+        if (mixture := self.mixture_of(layer)) is not None:
+            return attention + mixture.linears(p, hidden)
+        return (
+            *attention,
             LinearSpec(p + "mlp.gate_proj.weight", inner, hidden, self.mlp_bias),
             LinearSpec(p + "mlp.up_proj.weight", inner, hidden, self.mlp_bias),
             LinearSpec(p + "mlp.down_proj.weight", hidden, inner, self.mlp_bias),
@@ -265,6 +335,27 @@ class ModelSpec:
             fused("mlp.gate_up_proj.weight", gate, up),
             StoredLinear(down, (down,)),
         )
+
+    def active_linears(self, layer: int) -> tuple[LinearSpec, ...]:
+        """Those of `linears` that a token goes through: of a mixture's experts as many as it chooses, for
+        which the first ones stand."""
+        linears, mixture = self.linears(layer), self.mixture_of(layer)
+        if mixture is None:
+            return linears
+        return linears[: 4 + 3 * mixture.experts_per_token] + linears[4 + 3 * mixture.num_experts :]
+
+    def gates(self, layer: int) -> dict[str, tuple[int, int]]:
+        """The matrices of a layer that stay floats: the router of its mixture of experts and the shared
+        expert's gate, where it has them. Name to shape."""
+        mixture = self.mixture_of(layer)
+        return {} if mixture is None else mixture.gates(self.layer_prefix(layer), self.hidden_size)
+
+    @cached_property
+    def float_names(self) -> frozenset[str]:
+        """The tensors that are never quantized: norms, biases, gates."""
+        matrices = {linear.name for layer in range(self.num_layers) for linear in self.linears(layer)}
+        matrices |= {self.embedding_name, self.head_name}
+        return frozenset(name for name in self.tensors() if name not in matrices)
 
     def layer_norms(self, layer: int) -> LayerNorms:
         """The layer's norms around attention and MLP."""
@@ -322,6 +413,7 @@ class ModelSpec:
 
     def _with_norms(self, layer: int, linears: Sequence[LinearSpec]) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {n: (size,) for n, size in self.norms(layer).items()}
+        shapes |= self.gates(layer)
         for linear in linears:
             shapes[linear.name] = (linear.out_features, linear.in_features)
             if linear.bias:

@@ -4,21 +4,19 @@ It is what calibration runs: between the parts of a layer a caller sees the inpu
 come next and may replace their weights, so that one pass over a layer quantizes it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..models.spec import Activation, LinearSpec, ModelSpec, RopeSpec
+from ..models.spec import LinearSpec, ModelSpec, RopeSpec
+from .experts import run_mixture
+from .mlp import BeforeLinears, activate
 from .packing import QuantizedTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-# Called before linear layers that share an input, with that input [tokens, in_features] float32. It may
-# replace those layers' weights in the mapping that `forward_layer` was given.
-BeforeLinears = Callable[[tuple[LinearSpec, ...], "Tensor"], None]
 
 
 class TensorProvider(Protocol):
@@ -68,15 +66,17 @@ def forward_layer(
     *,
     batch: int = 8,
     before: BeforeLinears | None = None,
-) -> None:
-    """Runs one layer on `hidden` [B, S, hidden] float32, in place, `batch` sequences at a time.
+) -> int:
+    """Runs one layer on `hidden` [B, S, hidden] float32, in place, `batch` sequences at a time. Returns how
+    many experts of its mixture were starved (`experts.py`); 0 without a mixture or `before`.
 
     `weights` holds the layer's tensors by name in float32. `before` is called four times: for q, k and v; for
-    o; for gate and up; for down.
+    o; for gate and up; for down. In a mixture of experts the last two come for each expert, with the tokens
+    that `experts.run_mixture` gives it.
     """
     import torch
 
-    q, k, v, o, gate, up, down = spec.linears(layer)
+    q, k, v, o, *mlp = spec.linears(layer)
     norms, (q_norm, k_norm) = spec.layer_norms(layer), spec.qk_norms(layer)
     rope = spec.rope_index(layer)
     count, length, _ = hidden.shape
@@ -119,6 +119,11 @@ def forward_layer(
         add(part, linear(attended[part], o), norms.after_attention)
         normed[part] = norm(hidden[part], norms.before_mlp)
     del attended
+    if spec.mixture_of(layer) is not None:
+        given, starved = run_mixture(spec, layer, weights, normed.view(count * length, -1), before)
+        add(slice(None), given.view_as(hidden), norms.after_mlp)
+        return starved
+    gate, up, down = mlp
     visit((gate, up), normed)
     inner = hidden.new_empty(count, length, spec.intermediate_size)
     for part in parts:
@@ -127,6 +132,7 @@ def forward_layer(
     visit((down,), inner)
     for part in parts:
         add(part, linear(inner[part], down), norms.after_mlp)
+    return 0
 
 
 def rms_norm(spec: ModelSpec, x: "Tensor", weight: "Tensor") -> "Tensor":
@@ -166,17 +172,6 @@ def attention(spec: ModelSpec, layer: int, q: "Tensor", k: "Tensor", v: "Tensor"
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
     scores = cap * torch.tanh(q @ k.transpose(-1, -2) * (scale / cap))
     return scores.masked_fill(~visible, float("-inf")).softmax(dim=-1) @ v
-
-
-def activate(x: "Tensor", activation: Activation) -> "Tensor":
-    """The MLP's activation function; may overwrite `x`."""
-    from torch.nn import functional
-
-    if activation == "silu":
-        return functional.silu(x, inplace=True)
-    if activation == "relu":
-        return functional.relu(x, inplace=True)
-    return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def head_logits(spec: ModelSpec, norm: "Tensor", head: "Tensor", hidden: "Tensor") -> "Tensor":

@@ -15,7 +15,7 @@ from .recipe import Recipe
 @dataclass(eq=False)
 class QuantizedModel:
     """A quantized model in memory. Linear layers of the decoder are `QuantizedTensor`s; embedding, head,
-    norms and biases are float16 (the head's 8-bit form follows from it: `packing.quantize_head`)."""
+    norms, biases and gates are float16 (the head's 8-bit form follows from it: `packing.quantize_head`)."""
 
     spec: ModelSpec
     config: dict[str, Any]
@@ -28,4 +28,6 @@ class QuantizedModel:
     # Per linear layer, by tensor name: mean squared error of its output on the calibration text over the
     # output's mean square (of its weight, for RTN).
     layer_errors: dict[str, float] = field(default_factory=dict)
+    # Per layer, by its number: experts of its mixture that too few tokens reached (`experts.py`), if any.
+    starved_experts: dict[str, int] = field(default_factory=dict)
     calibration_digest: str | None = None  # SHA-256 of the calibration text

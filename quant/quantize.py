@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ def quantize(
     work: Path | None = None,
     resume: bool = False,
 ) -> QuantizedModel:
-    """Quantizes every linear layer of the decoder; embedding, head, norms and biases become float16.
+    """Quantizes every linear layer of the decoder; embedding, head, norms, biases and gates become float16.
 
     With GPTQ each layer sees the calibration text as the already quantized layers before it pass it on,
     starting from the 8-bit embedding that the runtime will use. RTN needs no calibration. Tensors are read
@@ -73,6 +73,7 @@ def quantize(
     names = dict.fromkeys((spec.embedding_name, spec.final_norm_name, spec.head_name))
     tensors: Quantized = {name: half(source, name) for name in names}
     errors: dict[str, float] = {}
+    starved: dict[str, int] = {}
     with (
         _threads(threads),
         torch.no_grad(),
@@ -84,6 +85,7 @@ def quantize(
             tensors |= kept.tensors
             errors |= kept.errors
             hidden = to_torch(kept.state["hidden"]) if kept.state else None
+            starved |= _counts(kept.state.get("starved", ()))
             report(STAGE, first, spec.num_layers)
         elif recipe.method == "gptq" and calibration is not None:
             hidden = _embedded(spec, tensors[spec.embedding_name], calibration.token_ids)
@@ -91,13 +93,14 @@ def quantize(
             if hidden is None:
                 _rtn_layer(source, layer, recipe, tensors, errors)
             else:
-                _gptq_layer(source, layer, recipe, hidden, tensors, errors)
+                if count := _gptq_layer(source, layer, recipe, hidden, tensors, errors):
+                    starved[str(layer)] = count
             return_free_memory()
             checkpoint.save(
                 layer,
                 {name: tensors[name] for name in spec.layer_tensors(layer)},
                 {linear.name: errors[linear.name] for linear in spec.linears(layer)},
-                {} if hidden is None else {"hidden": hidden.numpy()},
+                {} if hidden is None else {"hidden": hidden.numpy(), "starved": _by_layer(starved, layer)},
             )
             report(STAGE, layer + 1, spec.num_layers)
     return QuantizedModel(
@@ -110,6 +113,7 @@ def quantize(
         source_digest=source.digest,
         tensors={name: tensors[name] for name in spec.tensors()},
         layer_errors=errors,
+        starved_experts=starved,
         calibration_digest=None if hidden is None or calibration is None else calibration.digest,
     )
 
@@ -129,6 +133,16 @@ def run_key(source: ModelSource, recipe: Recipe, calibration: Calibration | None
         "number of threads": torch.get_num_threads(),
         "instruction set": torch.backends.cpu.get_cpu_capability(),
     }
+
+
+def _by_layer(starved: dict[str, int], last: int) -> NDArray[np.float32]:
+    """Starved experts of each layer up to `last`, as a checkpoint keeps them."""
+    return np.array([starved.get(str(layer), 0) for layer in range(last + 1)], np.float32)
+
+
+def _counts(by_layer: Iterable[float]) -> dict[str, int]:
+    """The inverse."""
+    return {str(layer): int(count) for layer, count in enumerate(by_layer) if count}
 
 
 def half(source: ModelSource, name: str) -> NDArray[np.float16]:
@@ -191,8 +205,9 @@ def _gptq_layer(
     hidden: "Tensor",
     tensors: Quantized,
     errors: dict[str, float],
-) -> None:
-    """Quantizes one layer and moves `hidden` through the quantized layer, in place."""
+) -> int:
+    """Quantizes one layer and moves `hidden` through the quantized layer, in place. Returns how many of its
+    experts were starved."""
     spec = source.spec
     linear_names = {linear.name for linear in spec.linears(layer)}
     weights: dict[str, Tensor] = {}
@@ -213,6 +228,7 @@ def _gptq_layer(
             errors[name] = relative_error(weights[name], dequantized, h)
             weights[name] = dequantized
 
-    forward_layer(spec, layer, weights, hidden, before=before)
+    starved = forward_layer(spec, layer, weights, hidden, before=before)
     if not bool(hidden.isfinite().all()):
         raise QuantizationError(f"layer {layer}: its output on the calibration text is not finite")
+    return starved

@@ -2,6 +2,7 @@
 the weights and the KV type, and on nothing else: not the batch, the chunks, the threads or the pages."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, Self
 
 import numpy as np
@@ -112,6 +113,8 @@ class CpuExecutor:
                     layer, index, packed.tiles, packed.bits, packed.kind, packed.slices_per_group, bias,
                     packed.permutation,
                 )  # fmt: skip
+            if gates := [source.vector(name) for name in spec.gates(layer)]:
+                builder.set_gates(layer, gates[0], gates[1] if len(gates) > 1 else None)
             norms = (*spec.layer_norms(layer), *spec.qk_norms(layer))
             builder.set_norms(layer, *(name and self._norm(source, name) for name in norms))
 
@@ -270,7 +273,7 @@ def _config(spec: ModelSpec, max_position: int) -> dict[str, Any]:
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
+        "intermediate_size": spec.mlp_size,
         "num_layers": spec.num_layers,
         "num_heads": spec.num_heads,
         "num_kv_heads": spec.num_kv_heads,
@@ -289,6 +292,10 @@ def _config(spec: ModelSpec, max_position: int) -> dict[str, Any]:
         "window_of_layer": [w or 0 for w in windows],
         "group_of_layer": list(spec.group_of_layer),
         "num_groups": max(1, len(spec.window_groups)),
+        "is_mixture": [spec.mixture_of(layer) is not None for layer in range(spec.num_layers)]
+        if spec.mixture is not None
+        else [],
+        "mixture": asdict(spec.mixture) if spec.mixture is not None else {},
     }
 
 

@@ -97,11 +97,11 @@ def check_packed(folder: Path, digest: str, spec: ModelSpec, weights: Callable[[
         except (OSError, UnusableFile):
             continue
         expected = FreshlyPacked(weights())
-        for name, shape in spec.tensors().items():
-            if len(shape) == 2:
-                same = _same_linear(found.linear(name), expected.packing(name))
-            else:
+        for name in spec.tensors():
+            if name in spec.float_names:
                 same = np.array_equal(found.vector(name), expected.vector(name))
+            else:
+                same = _same_linear(found.linear(name), expected.packing(name))
             if not same:
                 raise ModelFormatError(f"{file}: {name} is not the artifact's; delete this file")
 

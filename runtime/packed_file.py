@@ -10,8 +10,8 @@ table      JSON, to the end of the file: {"sections": [...]}, in the file's orde
 A section begins at a multiple of 4096 and is filled up to the next one with zeros; its tensors begin at
 multiples of 64. In the table it is `{"offset", "size", "crc32", "tensors"}`, where `tensors` gives `offset`
 and `size` of each tensor by name, counted from the file's start. A linear layer also has `rows`, `columns`,
-`bits`, `kind` and `slices_per_group` (`kernels/layout.h`); `NAME.permutation` is int32, norms and biases are
-float32. All numbers are in the machine's own byte order; on a machine of the other, no CRC-32 fits.
+`bits`, `kind` and `slices_per_group` (`kernels/layout.h`); `NAME.permutation` is int32, norms, biases and
+gates are float32. All numbers are in the machine's own byte order; on a machine of the other, no CRC-32 fits.
 
 Nothing in a file is believed: from each linear layer's bits, kind and group the whole table is computed
 again, and must equal the one in the file; then every section's CRC-32 is checked, before any of it is used.
@@ -19,6 +19,7 @@ again, and must equal the one in the file; then every section's CRC-32 is checke
 
 import json
 import logging
+import math
 import mmap
 import os
 import stat
@@ -113,8 +114,8 @@ def write_packed(output: BinaryIO, source: PackingSource, digest: str) -> None:
     file, sections = _Writer(output), []
     for shapes in sections_of(source.spec):
         start, file.crc, tensors = file.at, 0, {}
-        for name, shape in shapes.items():
-            for part in _parts(source, name, len(shape) == 2):
+        for name in shapes:
+            for part in _parts(source, name, name not in source.spec.float_names):
                 file.pad(ALIGNMENT)
                 offset = file.at
                 for piece in part.pieces:
@@ -194,7 +195,7 @@ def read_packed(
     descriptor: int, file: Path, spec: ModelSpec, digest: str, residency: ResidencyPlan | None = None
 ) -> MappedWeights:
     """The checked weights of an open file; `file` is its name. Of sections that `residency` streams, nothing
-    becomes resident but norms, biases and permutations, which are copied."""
+    becomes resident but norms, biases, gates and permutations, which are copied."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise UnusableFile("it is not a regular file")
@@ -221,8 +222,8 @@ def read_packed(
         crc = crc32_of(descriptor, *place) if streamed else zlib.crc32(_view(content, section).data)
         if crc != section["crc32"]:
             raise UnusableFile(f"the CRC-32 of section {number} differs")
-        for name, shape in shapes.items():
-            if len(shape) == 1:
+        for name in shapes:
+            if name in spec.float_names:
                 vectors[name] = _small(content, descriptor, tensors[name], np.float32, streamed)
                 continue
             order = tensors.get(f"{name}.permutation")
@@ -266,8 +267,8 @@ def _expected_sections(spec: ModelSpec, found: Any, end: int) -> list[dict[str, 
         start, tensors = at, {}
         for name, shape in shapes.items():
             entries = found[number]["tensors"]
-            parts: list[tuple[str, int, dict[str, int]]] = [(name, 4 * shape[0], {})]
-            if len(shape) == 2:
+            parts: list[tuple[str, int, dict[str, int]]] = [(name, 4 * math.prod(shape), {})]
+            if name not in spec.float_names:
                 form = _form(
                     *shape, *(_number(entries[name], key) for key in ("bits", "kind", "slices_per_group"))
                 )

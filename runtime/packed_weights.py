@@ -158,10 +158,10 @@ class FreshlyPacked:
         return Packing(matrix, f"tensor {name}")
 
     def vector(self, name: str) -> NDArray[np.float32]:
-        """A norm's weight or a bias, [n] float32."""
+        """A norm's weight or a bias, [n] float32; a router's or gate's rows one after the other."""
         tensor = self._weights.tensor(name)
         assert not isinstance(tensor, QuantizedTensor)
-        return np.ascontiguousarray(tensor, np.float32)
+        return np.ascontiguousarray(tensor, np.float32).reshape(-1)
 
 
 def tiles_bytes(rows: int, columns: int, bits: int, kind: int, slices_per_group: int) -> int:

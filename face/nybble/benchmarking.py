@@ -205,11 +205,12 @@ def _per_token(energy: Energy, tokens: int) -> float | None:
 
 
 def linear_operations(spec: ModelSpec, tokens: int, rows: int) -> int:
-    """Multiplications and additions of the linear layers for `tokens` tokens, and of the head for `rows`."""
+    """Multiplications and additions of the linear layers for `tokens` tokens, of a mixture's experts those
+    that a token chooses, and of the head for `rows`."""
     weights = sum(
         linear.out_features * linear.in_features
         for layer in range(spec.num_layers)
-        for linear in spec.linears(layer)
+        for linear in spec.active_linears(layer)
     )
     return 2 * (tokens * weights + rows * spec.vocab_size * spec.hidden_size)
 

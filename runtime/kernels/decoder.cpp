@@ -10,7 +10,9 @@
 namespace nybble {
 namespace {
 
-constexpr int kPhasesPerLayer = 5;  // phases that deal work from a counter: qkv, attention, o, gate/up, down
+// Phases that deal work from a counter: qkv, attention, o, then gate/up and down, or those of a mixture:
+// router, its inputs, gate/up, activations, down.
+constexpr int kPhasesPerLayer = 8;
 
 size_t scratch_of_thread(const DecoderConfig& config, const Kernels& kernels) {
     const int group = config.num_heads / config.num_kv_heads;
@@ -32,9 +34,21 @@ DecoderWeights completed(DecoderWeights weights) {
             while (layer.permutations[j] != layer.permutations[i]) ++j;
             layer.input_slots[i] = j - kFirstOfPhase[i];
         }
+        for (ExpertWeights& expert : layer.experts) {
+            expert.separate_up = expert.permutations[kExpertGate] != expert.permutations[kExpertUp];
+        }
     }
     if (!weights.streamed_head) weights.head_pieces = {{weights.head, 0, 0}};
     return weights;
+}
+
+bool separate_up(const DecoderWeights& weights) {
+    for (const LayerWeights& layer : weights.layers) {
+        for (const ExpertWeights& expert : layer.experts) {
+            if (expert.separate_up) return true;
+        }
+    }
+    return false;
 }
 
 }  // namespace
@@ -48,6 +62,8 @@ Decoder::Decoder(DecoderConfig config, DecoderWeights weights, int threads, cons
       pool_(threads),
       plan_(config_, threads),
       buffers_(config_, plan_, threads, scratch_of_thread(config_, kernels)),
+      experts_(config_, separate_up(weights_)),
+      expert_outputs_(static_cast<size_t>(threads) * experts_.count()),
       work_(work_of_phases(
           config_.num_layers * kPhasesPerLayer + static_cast<int>(weights_.head_pieces.size()), threads)) {
     reserve(1, 1, 1);
@@ -67,6 +83,7 @@ uint8_t* Decoder::pages(int layer) const {
 void Decoder::reserve(int tokens, int sequences, int rows) {
     buffers_.reserve(tokens, sequences, rows);
     plan_.reserve(buffers_.tokens(), sequences);
+    experts_.reserve(buffers_.tokens());
     best_tokens_.reserve(rows);
 }
 
@@ -86,7 +103,10 @@ void Decoder::step(const StepInput& input, float* logits) {
 void Decoder::run(int thread) {
     const FloatControl control;
     StepBuffers& b = buffers_;
-    const auto add_mlp = [&](int t, const LayerWeights& w) { add_residual(t, w.biases[kDown], w.after_mlp); };
+    const auto add_mlp = [&](int t, const LayerWeights& w) {
+        if (!w.experts.empty()) combine_experts(thread, t);
+        add_residual(t, w.biases[kDown], w.after_mlp);
+    };
     if (!embed(thread)) return;
     for (int layer = 0; layer < config_.num_layers; ++layer) {
         LayerWeights& w = weights_.layers[layer];
@@ -111,17 +131,11 @@ void Decoder::run(int thread) {
         pool_.barrier();
         linears(thread, w, kO, 1, b.projected.floats(), b.hidden, work[2]);
         pool_.barrier();
-        each_token(thread, input_->tokens, [&](int t) {
-            add_residual(t, w.biases[kO], w.after_attention);
-            quantize_input(thread, t, w, kGate, 2, normalized(thread, t, w.before_mlp));
-        });
-        pool_.barrier();
-        linears(thread, w, kGate, 2, b.projected.floats(), b.gate_up, work[3]);
-        pool_.barrier();
-        each_token(thread, input_->tokens,
-                   [&](int t) { quantize_input(thread, t, w, kDown, 1, gated(thread, t, w)); });
-        pool_.barrier();
-        linears(thread, w, kDown, 1, b.projected.floats(), b.hidden, work[4]);
+        if (w.experts.empty()) {
+            run_mlp(thread, w, work + 3);
+        } else {
+            run_experts(thread, w, work + 3);
+        }
         pool_.barrier();
         if (w.streamed && thread == 0) stream_->release();
     }
@@ -129,6 +143,21 @@ void Decoder::run(int thread) {
     if (input_->rows == 0) return;
     pool_.barrier();
     head(thread);
+}
+
+void Decoder::run_mlp(int thread, const LayerWeights& w, SharedWork* work) {
+    StepBuffers& b = buffers_;
+    each_token(thread, input_->tokens, [&](int t) {
+        add_residual(t, w.biases[kO], w.after_attention);
+        quantize_input(thread, t, w, kGate, 2, normalized(thread, t, w.before_mlp));
+    });
+    pool_.barrier();
+    linears(thread, w, kGate, 2, b.projected.floats(), b.gate_up, work[0]);
+    pool_.barrier();
+    each_token(thread, input_->tokens,
+               [&](int t) { quantize_input(thread, t, w, kDown, 1, gated(thread, t, w)); });
+    pool_.barrier();
+    linears(thread, w, kDown, 1, b.projected.floats(), b.hidden, work[1]);
 }
 
 // False where rows of the embedding could not be read.
@@ -201,16 +230,19 @@ void Decoder::quantize_input(int thread, int t, const LayerWeights& layer, Linea
     for (int i = 0; i < count; ++i) {
         const std::vector<int32_t>& permutation = layer.permutations[first + i];
         if (layer.input_slots[first + i] != i) continue;
-        const Activations out{b.activations[i].data(), input_->tokens, slices_of(columns)};
-        if (permutation.empty()) {
-            kernels_.quantize(row, t, out);
-        } else {
-            float* permuted = b.permuted(thread);
-            for (int k = 0; k < columns; ++k) permuted[k] = row[permutation[k]];
-            std::fill(permuted + columns, permuted + round_up(columns, kSlice), 0.0f);
-            kernels_.quantize(permuted, t, out);
-        }
+        quantize_row(thread, row, permutation, columns, t,
+                     {b.activations[i].data(), input_->tokens, slices_of(columns)});
     }
+}
+
+// A row in the order that a linear layer has its columns in, quantized as one of its tokens.
+void Decoder::quantize_row(int thread, const float* row, const std::vector<int32_t>& permutation, int columns,
+                           int token, Activations out) {
+    if (permutation.empty()) return kernels_.quantize(row, token, out);
+    float* permuted = buffers_.permuted(thread);
+    for (int k = 0; k < columns; ++k) permuted[k] = row[permutation[k]];
+    std::fill(permuted + columns, permuted + round_up(columns, kSlice), 0.0f);
+    kernels_.quantize(permuted, token, out);
 }
 
 void Decoder::linears(int thread, const LayerWeights& layer, LinearIndex first, int count, float* out,
@@ -284,8 +316,8 @@ void Decoder::head(int thread) {
 
 void Decoder::fetch_layer(LayerWeights& layer) {
     const uint8_t* bytes = stream_->acquire();
-    for (int i = 0; i < kLinearCount; ++i) {
-        layer.linears[i].tiles = bytes == nullptr ? nullptr : bytes + layer.places[i];
+    for (int i = 0; i < layer.linear_count(); ++i) {
+        layer.linear(i).tiles = bytes == nullptr ? nullptr : bytes + layer.place(i);
     }
 }
 

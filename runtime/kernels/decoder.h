@@ -8,6 +8,7 @@
 
 #include "aligned_buffer.h"
 #include "decoder_weights.h"
+#include "experts.h"
 #include "kernels.h"
 #include "shared_work.h"
 #include "step_buffers.h"
@@ -42,7 +43,7 @@ class Decoder {
     const DecoderConfig& config() const { return config_; }
     const Kernels& kernels() const { return kernels_; }
     int threads() const { return pool_.size(); }
-    size_t step_bytes() const { return buffers_.bytes(); }
+    size_t step_bytes() const { return buffers_.bytes() + experts_.bytes(); }
 
   private:
     // The step as one thread sees it: phases with barriers between them.
@@ -52,13 +53,23 @@ class Decoder {
     const float* normalized(int thread, int t, const std::vector<float>& weight);
     void quantize_input(int thread, int t, const LayerWeights& layer, LinearIndex first, int count,
                         const float* row);
+    void quantize_row(int thread, const float* row, const std::vector<int32_t>& permutation, int columns,
+                      int token, Activations out);
     void linears(int thread, const LayerWeights& layer, LinearIndex first, int count, float* out, int stride,
                  SharedWork& work);
     void rotate_and_store(int thread, int layer);
     void normalize_heads(const LayerWeights& w, float* q, float* k);
     void attend(int thread, int layer, SharedWork& work);
     void merge_attention(int t, int group);
+    void run_mlp(int thread, const LayerWeights& layer, SharedWork* work);
     const float* gated(int thread, int t, const LayerWeights& layer);
+    // The phases of a mixture of experts, decoder_experts.cpp; what it gives is summed up by combine_experts.
+    void run_experts(int thread, const LayerWeights& layer, SharedWork* work);
+    void choose_experts(int t, const LayerWeights& layer);
+    void quantize_expert_input(int thread, const LayerWeights& layer, const ExpertGroup& group, int row);
+    void quantize_expert_inner(int thread, const LayerWeights& layer, const ExpertGroup& group, int row);
+    void combine_experts(int thread, int t);
+    float* expert_row(int t) const;
     void add_residual(int t, const std::vector<float>& bias, const std::vector<float>& norm);
     void head(int thread);
     // Of thread 0, before a barrier: streamed weights are there for all threads after it.
@@ -82,7 +93,9 @@ class Decoder {
 
     StepPlan plan_;
     StepBuffers buffers_;
-    std::vector<SharedWork> work_;  // one a phase that deals work, the head's pieces last
+    ExpertRows experts_;
+    std::vector<const float*> expert_outputs_;  // [threads][experts of a token]
+    std::vector<SharedWork> work_;              // one a phase that deals work, the head's pieces last
     const StepInput* input_ = nullptr;
     float* logits_ = nullptr;
     std::vector<int32_t> best_tokens_;  // [rows]

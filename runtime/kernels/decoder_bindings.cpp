@@ -62,9 +62,10 @@ class Builder {
         c_.window_of_layer = nb::cast<std::vector<int>>(config["window_of_layer"]);
         c_.group_of_layer = nb::cast<std::vector<int>>(config["group_of_layer"]);
         c_.num_groups = integer("num_groups");
-        const int sizes[] = {c_.vocab_size, c_.hidden_size,  c_.intermediate_size,
-                             c_.num_layers, c_.num_heads,    c_.num_kv_heads,
-                             c_.head_dim,   c_.max_position, c_.num_groups};
+        c_.is_mixture = nb::cast<std::vector<bool>>(config["is_mixture"]);
+        if (!c_.is_mixture.empty()) read_mixture(nb::cast<nb::dict>(config["mixture"]));
+        const int sizes[] = {c_.vocab_size,   c_.hidden_size, c_.num_layers,   c_.num_heads,
+                             c_.num_kv_heads, c_.head_dim,    c_.max_position, c_.num_groups};
         for (int size : sizes) {
             if (size < 1) fail("config", "has a size under 1");
         }
@@ -81,32 +82,47 @@ class Builder {
         check_size("group_of_layer", c_.group_of_layer.size(), c_.num_layers);
         check_range("group_of_layer", c_.group_of_layer.data(), c_.group_of_layer.size(), 0, c_.num_groups);
         w_.layers.resize(c_.num_layers);
-        set_.resize(static_cast<size_t>(c_.num_layers) * kLinearCount);
+        for (int layer = 0; layer < c_.num_layers; ++layer) {
+            if (c_.has_mixture(layer)) {
+                w_.layers[layer].experts.resize(c_.mixture.all());
+            } else if (c_.intermediate_size < 1) {
+                fail("config", "has a size under 1");
+            }
+        }
         norms_set_.resize(c_.num_layers);
     }
 
     void set_linear(int layer, int index, const Tiles& tiles, int bits, int kind, int slices_per_group,
                     const nb::object& bias, const nb::object& permutation) {
-        if (layer < 0 || layer >= c_.num_layers || index < 0 || index >= kLinearCount)
-            fail("layer", "is out of range");
-        const int q = c_.num_heads * c_.head_dim, kv = c_.num_kv_heads * c_.head_dim;
-        const int rows[] = {
-            q, kv, kv, c_.hidden_size, c_.intermediate_size, c_.intermediate_size, c_.hidden_size};
-        const int columns[] = {c_.hidden_size, c_.hidden_size, c_.hidden_size,      q,
-                               c_.hidden_size, c_.hidden_size, c_.intermediate_size};
+        check_range("layer", &layer, 1, 0, c_.num_layers);
         LayerWeights& w = w_.layers[layer];
-        w.linears[index] =
-            packed_linear("tiles", tiles, rows[index], columns[index], bits, kind, slices_per_group);
-        if (!bias.is_none())
-            w.biases[index] = padded(array_argument<Floats1>(bias, "bias"), rows[index], "bias");
+        check_range("index", &index, 1, 0, w.linear_count());
+        const auto [rows, columns] = shape_of(w, index);
+        w.linear(index) = packed_linear("tiles", tiles, rows, columns, bits, kind, slices_per_group);
+        if (!bias.is_none()) {
+            if (index >= kGate && !w.experts.empty()) fail("bias", "is an expert's, which have none");
+            w.biases[index] = padded(array_argument<Floats1>(bias, "bias"), rows, "bias");
+        }
         if (!permutation.is_none()) {
             const Ints1 p = array_argument<Ints1>(permutation, "permutation");
-            check_size("permutation", p.size(), columns[index]);
-            check_range("permutation", p.data(), p.size(), 0, columns[index]);
-            w.permutations[index].assign(p.data(), p.data() + p.size());
+            check_size("permutation", p.size(), columns);
+            check_range("permutation", p.data(), p.size(), 0, columns);
+            w.permutation(index).assign(p.data(), p.data() + p.size());
         }
         keep_.push_back(nb::cast(tiles));
-        set_[static_cast<size_t>(layer) * kLinearCount + index] = true;
+    }
+
+    // The router's rows [experts * hidden_size] of a layer's mixture, and the shared expert's gate or None.
+    void set_gates(int layer, const Floats1& router, const nb::object& shared_gate) {
+        check_range("layer", &layer, 1, 0, c_.num_layers);
+        LayerWeights& w = w_.layers[layer];
+        if (w.experts.empty()) fail("layer", "has no mixture of experts");
+        w.router = padded_rows(router, c_.mixture.experts, "router");
+        if (shared_gate.is_none() == c_.mixture.shared()) fail("shared_gate", "is not what the mixture has");
+        if (!shared_gate.is_none()) {
+            w.shared_gate =
+                padded_rows(array_argument<Floats1>(shared_gate, "shared_gate"), 1, "shared_gate");
+        }
     }
 
     // A layer's norms; None where it has none.
@@ -144,21 +160,20 @@ class Builder {
     void stream_layer(int layer, int64_t offset, int64_t bytes, const std::vector<int64_t>& tiles) {
         const int first = places_.layers.empty() ? 0 : places_.layers.back().layer + 1;
         check_range("layer", &layer, 1, first, c_.num_layers);
-        check_size("tiles", tiles.size(), kLinearCount);
+        LayerWeights& w = w_.layers[layer];
+        check_size("tiles", tiles.size(), w.linear_count());
         constexpr int64_t kUnit = kDirectAlignment;
         if (offset < 0 || bytes < kUnit || bytes > kMostBytes || offset > kMostBytes || offset % kUnit ||
             bytes % kUnit) {
             fail("section", "is not made of whole units of the file");
         }
-        StreamPlaces::Layer place{layer, offset, static_cast<size_t>(bytes), {}};
-        for (int i = 0; i < kLinearCount; ++i) {
+        for (int i = 0; i < w.linear_count(); ++i) {
             const int64_t begin = tiles[i] - offset;
-            const int64_t size = static_cast<int64_t>(w_.layers[layer].linears[i].bytes());
+            const int64_t size = static_cast<int64_t>(w.linear(i).bytes());
             if (size == 0) fail("layer " + std::to_string(layer), "lacks a linear layer");
             if (begin < 0 || begin > bytes - size) fail("tiles", "are out of their section");
-            place.tiles[i] = tiles[i];
         }
-        places_.layers.push_back(place);
+        places_.layers.push_back({layer, offset, static_cast<size_t>(bytes), tiles});
     }
 
     // Embedding and head, where their tiles are in the file. When they have been set.
@@ -197,8 +212,14 @@ class Builder {
     }
 
     DecoderWeights take(std::vector<nb::object>& keep) {
-        for (size_t i = 0; i < set_.size(); ++i) {
-            if (!set_[i]) fail("layer " + std::to_string(i / kLinearCount), "lacks a linear layer");
+        for (int layer = 0; layer < c_.num_layers; ++layer) {
+            LayerWeights& w = w_.layers[layer];
+            for (int i = 0; i < w.linear_count(); ++i) {
+                if (w.linear(i).rows == 0) fail("layer " + std::to_string(layer), "lacks a linear layer");
+            }
+            if (!w.experts.empty() && w.router.empty()) {
+                fail("layer " + std::to_string(layer), "lacks a router");
+            }
         }
         for (bool set : norms_set_) {
             if (!set) fail("norms", "are missing");
@@ -210,11 +231,50 @@ class Builder {
 
   private:
     static constexpr int64_t kMostBytes = int64_t{1} << 50;  // so that sums of them do not overflow
+    static constexpr int kMostExperts = 1 << 16;
+
+    struct Shape {
+        int rows, columns;
+    };
+
+    void read_mixture(const nb::dict& given) {
+        const auto integer = [&](const char* key) { return nb::cast<int>(given[key]); };
+        Mixture& m = c_.mixture;
+        m.experts = integer("num_experts");
+        m.per_token = integer("experts_per_token");
+        m.size = integer("intermediate_size");
+        m.shared_size = integer("shared_intermediate_size");
+        m.normalized = nb::cast<bool>(given["normalized"]);
+        if (m.experts < 1 || m.experts > kMostExperts) fail("mixture", "has too few experts, or too many");
+        if (m.per_token < 1 || m.per_token > m.experts) fail("mixture", "has too many experts for a token");
+        if (m.size < 1 || m.shared_size < 0) fail("mixture", "has a size under 1");
+        check_size("is_mixture", c_.is_mixture.size(), c_.num_layers);
+    }
+
+    // Of a layer's linear layer, in the order that data meets them.
+    Shape shape_of(const LayerWeights& w, int index) const {
+        const int hidden = c_.hidden_size, q = c_.num_heads * c_.head_dim, kv = c_.num_kv_heads * c_.head_dim;
+        const int rows[] = {q, kv, kv, hidden}, columns[] = {hidden, hidden, hidden, q};
+        if (index < kGate) return {rows[index], columns[index]};
+        const int of_mlp = index - kGate, expert = of_mlp / kExpertLinears;
+        const int inner = w.experts.empty() ? c_.intermediate_size : c_.mixture.size_of(expert);
+        return of_mlp % kExpertLinears == kExpertDown ? Shape{hidden, inner} : Shape{inner, hidden};
+    }
+
+    std::vector<float> padded_rows(const Floats1& values, int rows, const char* name) const {
+        const size_t columns = c_.hidden_size, stride = round_up(c_.hidden_size, kSlice);
+        check_size(name, values.size(), rows * columns);
+        std::vector<float> result(rows * stride, 0.0f);
+        for (int i = 0; i < rows; ++i) {
+            std::copy_n(values.data() + i * columns, columns, result.begin() + i * stride);
+        }
+        return result;
+    }
 
     DecoderConfig c_;
     DecoderWeights w_;
     StreamPlaces places_;
-    std::vector<bool> set_, norms_set_;
+    std::vector<bool> norms_set_;
     std::vector<nb::object> keep_;
 };
 
@@ -473,6 +533,7 @@ void bind_decoder(nb::module_& m) {
         .def(nb::init<const nb::dict&>(), "config"_a)
         .def("set_linear", &Builder::set_linear, "layer"_a, "index"_a, "tiles"_a.noconvert(), "bits"_a,
              "kind"_a, "slices_per_group"_a, "bias"_a.none(), "permutation"_a.none())
+        .def("set_gates", &Builder::set_gates, "layer"_a, "router"_a.noconvert(), "shared_gate"_a.none())
         .def("set_norms", &Builder::set_norms, "layer"_a, "before_attention"_a.none(),
              "after_attention"_a.none(), "before_mlp"_a.none(), "after_mlp"_a.none(), "q"_a.none(),
              "k"_a.none())

@@ -15,6 +15,20 @@ struct Rope {
     float attention_factor = 1;
 };
 
+// A mixture of experts: each token goes through the `per_token` experts with the highest logits of the
+// router.
+struct Mixture {
+    int experts = 0;
+    int per_token = 0;
+    int size = 0;             // of an expert's activations
+    int shared_size = 0;      // of the expert's that all tokens share; 0 is none
+    bool normalized = false;  // whether the weights of chosen experts sum to 1
+
+    bool shared() const { return shared_size > 0; }
+    int all() const { return experts + shared(); }
+    int size_of(int expert) const { return expert < experts ? size : shared_size; }
+};
+
 struct DecoderConfig {
     int vocab_size = 0;
     int hidden_size = 0;
@@ -37,9 +51,22 @@ struct DecoderConfig {
     std::vector<int> window_of_layer;  // tokens, 0 is all
     std::vector<int> group_of_layer;   // row of block_table and slot_mapping
     int num_groups = 1;
+    Mixture mixture;
+    std::vector<bool> is_mixture;  // of each layer, whether it has the mixture for an MLP; empty is none
+
+    bool has_mixture(int layer) const { return !is_mixture.empty() && is_mixture[layer]; }
 };
 
 enum LinearIndex { kQ, kK, kV, kO, kGate, kUp, kDown, kLinearCount };
+
+enum ExpertIndex { kExpertGate, kExpertUp, kExpertDown, kExpertLinears };
+
+struct ExpertWeights {
+    PackedLinear linears[kExpertLinears];
+    std::vector<int32_t> permutations[kExpertLinears];
+    size_t places[kExpertLinears] = {};
+    bool separate_up = false;  // whether gate's and up's permutations differ; the decoder sets it
+};
 
 // Vectors are zero padded to a multiple of 32; an empty one is absent.
 struct LayerWeights {
@@ -55,6 +82,25 @@ struct LayerWeights {
     // A streamed layer's tiles are where it was read to, at these places in it; null where it was not.
     bool streamed = false;
     size_t places[kLinearCount] = {};
+    // A mixture of experts in place of gate, up and down: the experts, the shared one last; the router's rows
+    // and the shared expert's gate, each padded.
+    std::vector<ExpertWeights> experts;
+    std::vector<float> router, shared_gate;
+
+    // The linear layers in the order that data meets them: an expert's follow each other.
+    int linear_count() const {
+        return experts.empty() ? kLinearCount : kGate + kExpertLinears * static_cast<int>(experts.size());
+    }
+    PackedLinear& linear(int i) { return is_expert(i) ? expert(i).linears[expert_index(i)] : linears[i]; }
+    std::vector<int32_t>& permutation(int i) {
+        return is_expert(i) ? expert(i).permutations[expert_index(i)] : permutations[i];
+    }
+    size_t& place(int i) { return is_expert(i) ? expert(i).places[expert_index(i)] : places[i]; }
+
+  private:
+    bool is_expert(int i) const { return i >= kGate && !experts.empty(); }
+    ExpertWeights& expert(int i) { return experts[(i - kGate) / kExpertLinears]; }
+    static int expert_index(int i) { return (i - kGate) % kExpertLinears; }
 };
 
 // Rows of the head that are there together: all of it, or a part of a streamed one.

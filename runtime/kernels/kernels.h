@@ -85,6 +85,18 @@ struct Kernels {
     void (*merge_parts)(const SoftmaxPart* parts, const float* values, int segment_begin, int segment_end,
                         int group, int row, int head_dim, float* out);
 
+    // For mixtures of experts, ops/experts.h. Logits [token][expert] of rows of x with rows of the router; n
+    // elements, padded with zeros to a multiple of 16.
+    void (*router_logits)(const float* x, size_t stride, int tokens, const float* router,
+                          size_t router_stride, int experts, int n, float* logits, size_t logits_stride);
+    // The softmax over a token's logits at the chosen experts, divided by its sum over them if `normalized`.
+    // Overwrites the logits, which have room for a multiple of 16.
+    void (*expert_shares)(float* logits, int experts, const int32_t* chosen, int count, bool normalized,
+                          float* shares);
+    float (*sigmoid)(float x);
+    // out = shares[0] * rows[0] + shares[1] * rows[1] + ..., in this order.
+    void (*weighted_sum)(const float* const* rows, const float* shares, int count, int n, float* out);
+
     // The first of the highest of a row's logits; of those that are no number, if there are any.
     int (*best_logit)(const float* logits, int n);
     // For the sampler, ops/sampling.h: weights of a row of logits, and a look at those from one on.

@@ -27,9 +27,9 @@ StreamSettings stream_weights(DecoderWeights& weights, const StreamPlaces& place
     for (const StreamPlaces::Layer& place : places.layers) {
         LayerWeights& layer = weights.layers[place.layer];
         layer.streamed = true;
-        for (int i = 0; i < kLinearCount; ++i) {
-            layer.linears[i].tiles = nullptr;
-            layer.places[i] = static_cast<size_t>(place.tiles[i] - place.offset);
+        for (int i = 0; i < layer.linear_count(); ++i) {
+            layer.linear(i).tiles = nullptr;
+            layer.place(i) = static_cast<size_t>(place.tiles[i] - place.offset);
         }
         settings.ranges.push_back({place.offset, place.bytes, "layer " + std::to_string(place.layer)});
     }

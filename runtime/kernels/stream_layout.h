@@ -16,7 +16,7 @@ struct StreamPlaces {
         int layer;
         int64_t offset;  // of its section
         size_t bytes;
-        int64_t tiles[kLinearCount];
+        std::vector<int64_t> tiles;  // of each linear layer
     };
     std::vector<Layer> layers;  // ascending
     bool head = false;

@@ -19,6 +19,7 @@ from nybble.devices import (
     predict,
 )
 from nybble.devices.prediction import DOT, WIDENING
+from nybble.models.spec import MixtureSpec
 
 RUN = RunSettings(SMOLLM2, INT4, LAPTOP, context=2048, sequences=4, kv_dtype="f16", executor="cpu")
 RATES = Rates(20e9, 300e9, 0.5e9)
@@ -64,6 +65,23 @@ def test_streamed_weights_come_no_faster_than_the_disk_gives_them() -> None:
     assert speeds(run).decode == pytest.approx(RATES.disk_bandwidth / streamed, rel=0.02)
     assert speeds(run).decode_all == pytest.approx(4 * speeds(run).decode)
     assert speeds(run, replace(RATES, disk_bandwidth=1e12)).decode == speeds().decode
+
+
+def test_a_mixture_is_planned_with_all_experts_and_reads_those_that_are_chosen() -> None:
+    def run(experts: int, per_token: int) -> RunSettings:
+        mixture = MixtureSpec(tuple(range(30)), experts, per_token, 1536, True)
+        return replace(RUN, spec=replace(SMOLLM2, mixture=mixture), sequences=1)
+
+    dense, one_of_8, two_of_8 = replace(RUN, sequences=1), run(8, 1), run(8, 2)
+    mlp = 3 * 30 * 1536 * 576 * 4.5 / 8  # bytes, with a scale of 16 bits for 32
+    plan = plan_memory(one_of_8)
+    assert plan.linears == plan_memory(two_of_8).linears
+    assert plan.linears - plan_memory(dense).linears == pytest.approx(7 * mlp, rel=0.1)
+    assert speeds(one_of_8).decode == pytest.approx(speeds(dense).decode, rel=0.1)
+    assert speeds(one_of_8).decode > 1.2 * speeds(two_of_8).decode
+    # Sixteen sequences choose nearly all experts between them.
+    many = replace(one_of_8, sequences=16)
+    assert speeds(many).decode_all < 16 * speeds(one_of_8).decode / 2
 
 
 def test_what_is_not_known_is_not_predicted() -> None:

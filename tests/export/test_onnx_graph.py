@@ -214,6 +214,15 @@ def hide_external(model: onnx.ModelProto) -> None:
     node.attribute[0].t.CopyFrom(model.graph.initializer[0])
 
 
+MIXTURE = {
+    "layers": [1],
+    "num_experts": 8,
+    "experts_per_token": 2,
+    "intermediate_size": 48,
+    "normalized": True,
+    "shared_intermediate_size": 0,
+    "names": "qwen",
+}
 DAMAGES: dict[str, tuple[Callable[[onnx.ModelProto], None], str]] = {
     "another folder": (lambda m: set_entry(m, "location", "../weights.bin"), "same folder"),
     "an absolute path": (lambda m: set_entry(m, "location", "/etc/passwd"), "same folder"),
@@ -245,6 +254,17 @@ DAMAGES: dict[str, tuple[Callable[[onnx.ModelProto], None], str]] = {
         "factor list is",
     ),
     "a factor that is text": (lambda m: set_rope(m, short_factor=["1"] * 6), "short_factor is"),
+    "a mixture of nothing": (lambda m: set_spec(m, mixture=7), "no mixture of experts"),
+    "a mixture of layers that are not there": (
+        lambda m: set_spec(m, mixture={**MIXTURE, "layers": [2]}),
+        r"layers is \(2,\)",
+    ),
+    "a billion experts": (lambda m: set_spec(m, mixture={**MIXTURE, "num_experts": 1 << 30}), "num_experts"),
+    "more experts than tensors": (lambda m: set_spec(m, mixture=MIXTURE), "missing"),
+    "a token with more experts than there are": (
+        lambda m: set_spec(m, mixture={**MIXTURE, "experts_per_token": 9}),
+        "experts_per_token is 9; expected 1 to 8",
+    ),
     "a field too many": (lambda m: set_spec(m, colour=1), "colour missing or unknown"),
     "an operator with another block": (change_block, "block_size"),
     "data outside a constant": (hide_external, "outside the graph"),
@@ -263,7 +283,7 @@ def test_a_damaged_graph_is_refused_in_one_line(case: str, written: Path, tmp_pa
 
 def test_a_graph_from_before_a_field_was_there_has_its_default(written: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(written, tmp_path / "onnx")
-    newer = {"norm_placement", "norm_offset", "residual_scale", "logit_scale", "window_rope"}
+    newer = {"norm_placement", "norm_offset", "residual_scale", "logit_scale", "window_rope", "mixture"}
 
     def older(text: str) -> str:
         return json.dumps({key: value for key, value in json.loads(text).items() if key not in newer})

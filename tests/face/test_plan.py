@@ -51,6 +51,23 @@ def config(tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_mixture_of_experts_from_its_config_alone(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B's: 30.5 billion weights, of which a token reads a tenth."""
+    settings = {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rope_theta": 1000000.0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    found = as_json(tmp_path, "--device", DEVICE, "--context", "4096", "--memory-budget", "64GB")
+    assert 15.5e9 < found["plan"]["linears"] < 16.5e9
+    assert found["plan"]["fits"]
+    # A token reads 2.7 billion weights of linear layers and the head, 1.8 GB of the 17.1 that are read in a
+    # second; all experts would be 16 GB.
+    assert 3 < found["predicted"]["decode"] < 17.1 / 1.7
+
+
 def test_a_config_alone_is_enough(config: Path) -> None:
     for path in (config, config / "config.json"):
         found = as_json(path, "--device", DEVICE)

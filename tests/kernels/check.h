@@ -125,6 +125,7 @@ void test_elementwise(const nybble::Kernels& kernels, Results& results);
 void test_linear(const nybble::Kernels& kernels, Results& results);
 void test_attention(const nybble::Kernels& kernels, Results& results);
 void test_decoder(const nybble::Kernels& kernels, Results& results);
+void test_experts(const nybble::Kernels& kernels, Results& results);
 void test_sampler(const nybble::Kernels& kernels, Results& results);
 void test_stream(const nybble::Kernels& kernels, Results& results);
 

@@ -35,6 +35,30 @@ inline std::vector<float> padded(std::vector<float> values) {
     return values;
 }
 
+// Experts of which some share the order of their columns between gate and up, and some have none.
+inline void add_experts(Random& random, Model& model, LayerWeights& layer) {
+    const Mixture& m = model.config.mixture;
+    const int hidden = model.config.hidden_size;
+    layer.experts.resize(m.all());
+    for (int e = 0; e < m.all(); ++e) {
+        ExpertWeights& expert = layer.experts[e];
+        const int size = m.size_of(e);
+        const WeightKind kind = e % 2 == 0 ? WeightKind::kSymmetric : WeightKind::kZeroPoint;
+        for (int i = 0; i < kExpertLinears; ++i) {
+            const int rows = i == kExpertDown ? hidden : size, columns = i == kExpertDown ? size : hidden;
+            expert.linears[i] = model.linear(random, rows, columns, e == 3 ? 8 : 4, kind, 1 + i);
+            if (e == 0) continue;
+            for (int column : shuffled(random, columns)) expert.permutations[i].push_back(column);
+        }
+        if (e == 1) expert.permutations[kExpertUp] = expert.permutations[kExpertGate];
+    }
+    for (int e = 0; e < m.experts; ++e) {
+        const std::vector<float> row = padded(random.uniforms(hidden, 0.5f));
+        layer.router.insert(layer.router.end(), row.begin(), row.end());
+    }
+    layer.shared_gate = padded(random.uniforms(hidden, 0.5f));
+}
+
 inline Model make_model(Random& random, bool capped) {
     Model model;
     DecoderConfig& c = model.config;
@@ -61,6 +85,8 @@ inline Model make_model(Random& random, bool capped) {
         c.qk_norm_per_head = false;
         c.ropes.push_back({{0.7f, 0.1f, 0.02f}, 1.25f});
         c.rope_of_layer = {1, -1};
+        c.mixture = {5, 2, 40, 56, true};
+        c.is_mixture = {false, true};
     }
     c.window_of_layer = {0, 48};
     c.group_of_layer = {0, 1};
@@ -75,7 +101,10 @@ inline Model make_model(Random& random, bool capped) {
     model.weights.layers.resize(c.num_layers);
     int next = 0;
     for (LayerWeights& layer : model.weights.layers) {
-        for (int i = 0; i < kLinearCount; ++i, ++next) {
+        const int layer_index = static_cast<int>(&layer - model.weights.layers.data());
+        const bool mixture = c.has_mixture(layer_index);
+        if (mixture) add_experts(random, model, layer);
+        for (int i = 0; i < (mixture ? kGate : kLinearCount); ++i, ++next) {
             const int bits = next % 5 == 3 ? 8 : 4;
             const WeightKind kind = kKinds[next % (bits == 8 ? 2 : 4)];
             layer.linears[i] = model.linear(random, rows[i], columns[i], bits, kind, 1 + next % 3);

@@ -3,7 +3,7 @@
 // Without arguments: every instruction set this CPU has, what must hold in it, and the same bits as scalar.
 // --list: their names, best first.
 // --digest NAME [PART...]: a digest of one set's results, to compare between machines. Parts are
-// elementwise, linear, attention, decoder, sampler and stream; where none is named, all.
+// elementwise, linear, attention, decoder, experts, sampler and stream; where none is named, all.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -65,9 +65,13 @@ using Part = void (*)(const nybble::Kernels&, Results&);
 struct {
     const char* name;
     Part run;
-} constexpr kParts[] = {{"elementwise", test_elementwise}, {"linear", test_linear},
-                        {"attention", test_attention},     {"decoder", test_decoder},
-                        {"sampler", test_sampler},         {"stream", test_stream}};
+} constexpr kParts[] = {{"elementwise", test_elementwise},
+                        {"linear", test_linear},
+                        {"attention", test_attention},
+                        {"decoder", test_decoder},
+                        {"experts", test_experts},
+                        {"sampler", test_sampler},
+                        {"stream", test_stream}};
 
 // The named parts, or all where none is named.
 Results run(const std::string& name, const std::vector<std::string>& parts = {}) {

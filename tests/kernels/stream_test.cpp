@@ -172,9 +172,8 @@ class StreamedModel {
         size_t largest = smallest_buffer(model.weights.head);
         for (int layer = 0; layer < model.config.num_layers; ++layer) {
             StreamPlaces::Layer place{layer, static_cast<int64_t>(content.size()), 0, {}};
-            for (int i = 0; i < kLinearCount; ++i) {
-                place.tiles[i] = add(model.weights.layers[layer].linears[i]);
-            }
+            LayerWeights& weights = model_.weights.layers[layer];
+            for (int i = 0; i < weights.linear_count(); ++i) place.tiles.push_back(add(weights.linear(i)));
             end_section();
             place.bytes = content.size() - static_cast<size_t>(place.offset);
             largest = std::max(largest, place.bytes);

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from experts import with_fused_experts
 
 from nybble.errors import ModelFormatError, UnsupportedModelError
 from nybble.models import ModelSpec, spec_from_config, supported_model_types
@@ -28,6 +29,9 @@ FAMILIES = (
     "gemma2",
     "gemma3_text",
     "phi3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
 )
 
 
@@ -69,23 +73,34 @@ CASES = [
     ("gemma3_text", {"final_logit_softcapping": 3.0}),
     ("phi3", {"pad_token_id": 0}),
     ("phi3", {"pad_token_id": 0, "tie_word_embeddings": True, "num_key_value_heads": None}),
+    ("mixtral", {"num_local_experts": 3}),
+    ("mixtral", {"num_experts": 2, "num_experts_per_tok": 1, "head_dim": 4, "tie_word_embeddings": True}),
+    ("qwen2_moe", {"num_experts": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 40}),
+    ("qwen2_moe", {"num_experts": 5, "decoder_sparse_step": 2, "qkv_bias": False}),
+    ("qwen2_moe", {"num_experts": 0}),
+    ("qwen3_moe", {"num_experts": 9, "mlp_only_layers": [0, 2], "attention_bias": True, "head_dim": 16}),
+    ("qwen3_moe", {"num_local_experts": 9, "mlp_only_layers": [0, 1, 2, 3]}),
 ]
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
 def test_names_and_shapes_are_those_of_transformers(family: str, changes: dict[str, Any]) -> None:
+    import torch
+
     model = transformers_model(config(family, **changes))
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     ours = spec(family, **changes)
     if ours.tied_embeddings:
         expected.pop("lm_head.weight")
-    assert ours.stored_tensors() == expected
-    held = dict.fromkeys(expected, 0)
+    shapes = ours.stored_tensors()
+    fused = with_fused_experts({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    assert {name: tuple(tensor.shape) for name, tensor in fused.items()} == expected
+    held = dict.fromkeys(shapes, 0)
     for name, rows in ours.stored_rows().items():
         assert rows.begin == held[rows.name]
         assert rows.end - rows.begin == ours.tensors()[name][0]
         held[rows.name] = rows.end
-    assert held == {name: shape[0] for name, shape in expected.items()}
+    assert held == {name: shape[0] for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
@@ -105,6 +120,43 @@ def test_values_are_those_of_transformers(family: str, changes: dict[str, Any]) 
     assert ours.qk_norm == hasattr(attention, "q_norm")
     assert ours.logit_softcap == getattr(theirs, "final_logit_softcapping", None)
     assert len(ours.sliding_windows) == 4
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [case for case in CASES if case[0] in ("mixtral", "qwen2_moe", "qwen3_moe")]
+)
+def test_a_mixture_is_that_of_transformers(family: str, changes: dict[str, Any]) -> None:
+    ours, model = spec(family, **changes), transformers_model(config(family, **changes))
+    sparse = [layer for layer, module in enumerate(model.model.layers) if hasattr(module.mlp, "experts")]
+    assert [layer for layer in range(4) if ours.mixture_of(layer) is not None] == sparse
+    assert ours.mlp_size == (0 if len(sparse) == 4 else ours.intermediate_size)
+    for layer in sparse:
+        mixture, module = ours.mixture_of(layer), model.model.layers[layer].mlp
+        assert mixture is not None
+        assert mixture.num_experts == module.experts.num_experts
+        assert mixture.experts_per_token == module.gate.top_k
+        assert mixture.normalized == getattr(module.gate, "norm_topk_prob", True)
+        assert (mixture.shared_intermediate_size > 0) == hasattr(module, "shared_expert")
+
+
+BAD_MIXTURES = [
+    ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0, expected an integer in 1..1024"),
+    ("mixtral", {"num_local_experts": 2, "num_experts_per_tok": 3}, "at most num_local_experts, 2"),
+    ("qwen3_moe", {"num_experts": -1}, "num_experts is -1"),
+    ("qwen3_moe", {"num_experts": 1024, "num_hidden_layers": 65}, "at most 65536 experts"),
+    ("qwen3_moe", {"mlp_only_layers": [1, "2"]}, "mlp_only_layers is"),
+    ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers is"),
+    ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
+    ("qwen2_moe", {"moe_intermediate_size": 2**40}, "moe_intermediate_size"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "expected"), BAD_MIXTURES)
+def test_a_bad_mixture_is_named(family: str, changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ModelFormatError) as caught:
+        spec(family, **changes)
+    assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +202,12 @@ WINDOWS = [
     ("gemma3_text", {"sliding_window": 3, "sliding_window_pattern": 2}),
     ("phi3", {"sliding_window": 3}),
     ("phi3", {}),
+    ("mixtral", {"sliding_window": 3}),
+    ("mixtral", {}),
+    ("qwen2_moe", {"sliding_window": 3, "use_sliding_window": True}),
+    ("qwen2_moe", {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 2}),
+    ("qwen2_moe", {"sliding_window": 3}),
+    ("qwen3_moe", {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 2}),
 ]
 
 
@@ -188,12 +246,9 @@ def test_defaults_are_those_of_the_config_class(family: str) -> None:
     assert ours.activation == ACTIVATIONS[activation]
     ropes = theirs.rope_parameters
     assert ours.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
-    assert ours.head_dim == (theirs.head_dim if hasattr(theirs, "head_dim") else 4)
-    kinds = (
-        ["sliding_attention"] * 4
-        if family in ("mistral", "phi3")
-        else getattr(theirs, "layer_types", [None] * 4)
-    )
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4)
+    always = "sliding_attention" if family in ("mistral", "phi3") else None
+    kinds = getattr(theirs, "layer_types", [always] * 4)
     windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds]
     assert list(ours.sliding_windows) == windows
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from nybble._kernels import supported_kernels
 from nybble.errors import DoesNotFitError, ExecutorError, SettingError, UnsupportedModelError
 from nybble.kvcache import KvCache, block_table
-from nybble.models.spec import ModelSpec, RopeSpec
+from nybble.models.spec import MixtureSpec, ModelSpec, RopeSpec
 from nybble.quant.packing import QuantizedTensor
 from nybble.runtime.batch import Batch, prompt_batch
 from nybble.runtime.cpu_executor import CpuExecutor
@@ -453,6 +453,35 @@ def test_a_closed_executor_says_so(weights: Weights, ids: list[int]) -> None:
             use()
 
 
+@pytest.mark.parametrize("isa", supported_kernels())
+def test_of_equal_experts_the_lowest_computes_and_no_others_weights_are_read(
+    isa: str, make_tiny_model: Callable[..., Path]
+) -> None:
+    path = make_tiny_model("mixtral", num_local_experts=3, num_experts_per_tok=1)
+    weights = quantized(load(path), 4, 32, True, False)
+    prefix = "model.layers.1.block_sparse_moe."
+    router = np.array(weights.tensors[f"{prefix}gate.weight"])
+    router[2] = router[1]  # so the last is never chosen
+    weights.tensors[f"{prefix}gate.weight"] = router
+    ids = some_ids(weights.spec.vocab_size, 80)
+
+    def found() -> NDArray[np.float32]:
+        executor = CpuExecutor(weights, threads=2, isa=isa)
+        logits = paged_logits(executor, ids, 60)
+        executor.close()
+        return logits
+
+    expected = found()
+    for expert, reaches in ((2, False), (1, True)):
+        for part in ("w1", "w2", "w3"):
+            name = f"{prefix}experts.{expert}.{part}.weight"
+            tensor = weights.tensors[name]
+            assert isinstance(tensor, QuantizedTensor)
+            weights.tensors[name] = replace(tensor, scales=np.full_like(tensor.scales, np.nan))
+        assert np.isfinite(expected).all()
+        assert np.array_equal(found(), expected, equal_nan=True) != reaches
+
+
 def odd_spec(**sizes: Any) -> ModelSpec:
     """Sizes that fill no lane, slice or tile."""
     shape = {
@@ -606,6 +635,9 @@ def test_pages_that_left_the_window_need_not_be_there(
     assert np.array_equal(np.concatenate(found), expected)
 
 
+MIXTURE = MixtureSpec((1,), 5, 2, 40, True, 56)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("bits", "group_size", "symmetric"), [(4, 32, False), (4, -1, True), (8, 64, False)])
 def test_the_plan_counts_the_bytes_that_are_held(
@@ -615,6 +647,7 @@ def test_the_plan_counts_the_bytes_that_are_held(
     from nybble.quant.recipe import Recipe
 
     spec = replace(odd_spec(), tied_embeddings=tied, norm_placement="around" if tied else "before")
+    spec = replace(spec, mixture=MIXTURE if tied else None)
     tensors: Any = {name: np.ones(shape, np.float32) for name, shape in spec.tensors().items()}
     weights = quantized(Weights(spec, tensors), bits, group_size, symmetric, False)
     held = sum(
@@ -640,6 +673,8 @@ def test_the_plan_counts_the_bytes_that_are_held(
         {},
         {"num_heads": 8, "num_kv_heads": 1, "head_dim": 96},
         {"window_rope": RopeSpec(1e4, 10), "sliding_windows": (8, None)},
+        {"mixture": MIXTURE},
+        {"mixture": MixtureSpec((0, 1), 20, 3, 140, False)},
     ],
 )
 def test_the_plan_counts_the_buffers_of_a_step(sizes: dict[str, Any], threads: int) -> None:

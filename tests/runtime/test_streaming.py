@@ -39,6 +39,17 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int, bool, bool]]] = {
         {"hidden_size": 80, "vocab_size": 333, "intermediate_size": 112},
         (8, -1, False, True),
     ),
+    "experts": (
+        "qwen2_moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
+            "mlp_only_layers": [1],
+        },
+        (4, 32, False, True),
+    ),
 }
 
 

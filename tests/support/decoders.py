@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from experts import with_fused_experts
 from numpy.typing import NDArray
 
 from nybble.export.weights import LogicalTensor
@@ -58,7 +59,7 @@ def quantized(weights: Weights, bits: int, group_size: int, symmetric: bool, per
         assert isinstance(tensor, np.ndarray)
         if name in (weights.spec.embedding_name, weights.spec.head_name):
             tensors[name] = quantize_head(tensor)
-        elif tensor.ndim == 2:
+        elif name not in weights.spec.float_names:
             columns = tensor.shape[1]
             order = orders.setdefault(columns, rng.permutation(columns).astype(np.int32))
             stored = np.ascontiguousarray(tensor[:, order] if permuted else tensor)
@@ -92,7 +93,7 @@ def transformers_logits(config: dict[str, Any], weights: Weights, ids: list[int]
         name: t.dequantize() if isinstance(t, QuantizedTensor) else t for name, t in weights.tensors.items()
     }
     state = {name: torch.from_numpy(t) for name, t in stored(weights.spec, plain).items()}
-    missing, unexpected = model.load_state_dict(state, strict=False)
+    missing, unexpected = model.load_state_dict(with_fused_experts(state), strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}
     with torch.no_grad():
@@ -187,6 +188,8 @@ LONGROPE: dict[str, Any] = {
 }
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
 GEMMA: dict[str, Any] = {"sliding_window": 24, "query_pre_attn_scalar": 20}
+# Mixtures of experts: the sizes of the experts, and what else a family has.
+MIXTURE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 # Each switch that only one family has.
 FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": (
@@ -243,6 +246,43 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3 short": (
         "phi3",
         {"original_max_position_embeddings": 512, "rope_parameters": {**LONGROPE, "factor": 8.0}},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral window": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 24}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {**MIXTURE, "num_experts": 6, "shared_expert_intermediate_size": 80, "num_hidden_layers": 3},
+    ),
+    "qwen2_moe between MLPs": (
+        "qwen2_moe",
+        {
+            **MIXTURE,
+            "num_experts": 4,
+            "num_hidden_layers": 4,
+            "shared_expert_intermediate_size": 112,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+        },
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**MIXTURE, "num_experts": 20, "num_experts_per_tok": 4, "norm_topk_prob": True},
+    ),
+    "qwen3_moe odd sizes": (
+        "qwen3_moe",
+        {
+            "hidden_size": 72,
+            "moe_intermediate_size": 40,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "mlp_only_layers": [0],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
     ),
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -10,6 +10,7 @@ from .output import print_json, print_table
 
 if TYPE_CHECKING:
     from ..export.artifact import Artifact
+    from ..models.spec import MixtureSpec
 
 EPILOG = """\b
 Examples:
@@ -49,6 +50,7 @@ def describe(artifact: "Artifact") -> dict[str, Any]:
         "recipe": manifest.recipe.to_json(),
         "files": {name: asdict(entry) for name, entry in manifest.files.items()},
         "layer_errors": dict(manifest.layer_errors),
+        "starved_experts": dict(manifest.starved_experts),
         "quality": None if manifest.quality is None else dict(manifest.quality),
         "refused_by": dict(manifest.refused_by),
     }
@@ -66,6 +68,7 @@ def model_rows(artifact: "Artifact") -> list[tuple[str, str]]:
         ("Source", artifact.manifest.source_origin),
         ("Weights", f"{weights / 1e6:.1f} million"),
         ("Layers", f"{s.num_layers} of {s.hidden_size} wide, inner {s.intermediate_size}, {s.activation}"),
+        *(() if s.mixture is None else (("Experts", _experts(s.mixture)),)),
         ("Heads", f"{s.num_heads} for queries, {s.num_kv_heads} for keys and values, of {s.head_dim}"),
         ("RoPE", rope),
         (
@@ -91,6 +94,9 @@ def recipe_rows(artifact: "Artifact") -> list[tuple[str, str]]:
             ("Calibration", f"{r.samples} windows of {r.seq_len} tokens, seed {r.seed}"),
             ("Text", f"SHA-256 {(manifest.calibration_digest or '')[:16]}"),
         ]
+    if starved := manifest.starved_experts:
+        layers = f"{sum(starved.values())} in {len(starved)} layers, reached by few tokens of the text"
+        rows.append(("Starved experts", layers))
     rows += [(loader, f"does not load the GPTQ half: {why}") for loader, why in manifest.refused_by.items()]
     return rows
 
@@ -120,6 +126,14 @@ def error_rows(artifact: "Artifact", every: bool) -> list[tuple[str, str]]:
             part = worst.removeprefix(spec.layer_prefix(layer)).removesuffix(".weight")
             rows.append((f"Layer {layer}", f"mean {mean:.2e}, largest {errors[worst]:.2e} in {part}"))
     return rows
+
+
+def _experts(mixture: "MixtureSpec") -> str:
+    shared = mixture.shared_intermediate_size
+    return (
+        f"{mixture.experts_per_token} of {mixture.num_experts} for a token, in {len(mixture.layers)} layers, "
+        f"inner {mixture.intermediate_size}{f'; a shared one, inner {shared}' if shared else ''}"
+    )
 
 
 def _product(shape: tuple[int, ...]) -> int:
