@@ -16,6 +16,7 @@ from nybble.export.weights import LogicalTensor
 from nybble.models.open import open_source
 from nybble.models.spec import ModelSpec, RopeSpec
 from nybble.quant.packing import QuantizedTensor
+from nybble.quant.packing_rows import MatrixRows
 from nybble.quant.recipe import Recipe
 from nybble.runtime.packed_cache import load_packed
 from nybble.runtime.packed_weights import PackedSource
@@ -79,6 +80,10 @@ class SeededModel:
             group,
             shape[1],
         )
+
+    def matrix(self, name: str) -> MatrixRows | None:
+        tensor = self.tensor(name)
+        return MatrixRows.of(tensor) if isinstance(tensor, QuantizedTensor) else None
 
     def close(self) -> None:
         pass
