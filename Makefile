@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 SETUP := $(VENV)/.setup
 INPUTS := pyproject.toml CMakeLists.txt constraints.txt Makefile $(wildcard runtime/kernels/*)
 
-.PHONY: setup demo test test-full sanitize wheels lint format types clean
+.PHONY: setup demo test test-full interop sanitize wheels lint format types clean
 
 setup: $(SETUP)
 
@@ -59,11 +59,33 @@ test: $(SETUP) lint types
 	.venv-peft/bin/pip install --quiet --constraint constraints.txt torch peft==0.21.2 transformers==5.24.0
 	touch $@
 
-test-full: export NYBBLE_GPTQMODEL_PYTHON := $(CURDIR)/.venv-gptqmodel/bin/python
+.venv-genai/.setup:
+	$(PYTHON) -m venv .venv-genai
+	.venv-genai/bin/pip install --quiet --upgrade pip
+	.venv-genai/bin/pip install --quiet onnxruntime-genai==0.18.0
+	touch $@
+
+.venv-autogptq/.setup: constraints.txt
+	$(PYTHON) -m venv .venv-autogptq
+	.venv-autogptq/bin/pip install --quiet --constraint constraints.txt torch 'numpy<2' 'setuptools<80' wheel
+	.venv-autogptq/bin/pip install --quiet --constraint constraints.txt 'numpy<2' transformers==4.40.2 peft==0.10.0 \
+	  accelerate==0.30.1 datasets==2.19.1 'pyarrow<17' sentencepiece rouge gekko
+	BUILD_CUDA_EXT=0 .venv-autogptq/bin/pip install --quiet --no-deps --no-build-isolation auto-gptq==0.7.1
+	touch $@
+
+INTEROP := .venv-gptqmodel/.setup .venv-genai/.setup
+
+# What we write in the runtimes of others, and what they write in ours. (llama.cpp takes long to build: test-full.)
+interop: $(SETUP) $(INTEROP)
+	$(BIN)/python -m pytest -m "interop and not slow" $(PYTEST_ARGS)
+
+interop test-full: export NYBBLE_GPTQMODEL_PYTHON := $(CURDIR)/.venv-gptqmodel/bin/python
 test-full: export NYBBLE_LLAMACPP_PYTHON := $(CURDIR)/.venv-llamacpp/bin/python
+interop test-full: export NYBBLE_GENAI_PYTHON := $(CURDIR)/.venv-genai/bin/python
+interop test-full: export GPTQMODEL_CPU_WORKERS := 2
 test-full: export NYBBLE_PEFT_PYTHON := $(CURDIR)/.venv-peft/bin/python
-test-full: export GPTQMODEL_CPU_WORKERS := 2
-test-full: $(SETUP) lint types .venv-gptqmodel/.setup .venv-llamacpp/.setup .venv-peft/.setup
+test-full: export NYBBLE_AUTOGPTQ_PYTHON := $(CURDIR)/.venv-autogptq/bin/python
+test-full: $(SETUP) lint types $(INTEROP) .venv-llamacpp/.setup .venv-autogptq/.setup .venv-peft/.setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # The kernels under sanitizers, and on emulated CPUs where qemu-user and g++-aarch64-linux-gnu are installed.

@@ -20,7 +20,10 @@ CONFIGS = ("config.json", "generation_config.json")
 QUANTIZE_CONFIG = "quantize_config.json"
 ONNX_FOLDER = "onnx"
 CACHE_FOLDER = "cache"  # what executors keep beside the artifact's files; not part of it
-ONNX_GRAPH = f"{ONNX_FOLDER}/decoder.onnx"
+PAGED_GRAPH, GENAI_GRAPH = f"{ONNX_FOLDER}/decoder.onnx", f"{ONNX_FOLDER}/genai.onnx"
+GENAI_CONFIG = "genai_config.json"
+# Of a half, but not what it is made of: where only these are left, it was deleted.
+SETTINGS = (QUANTIZE_CONFIG, GENAI_CONFIG)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +61,15 @@ class Artifact:
 
     @property
     def onnx_path(self) -> Path:
-        """The decoder graph. Raises `ModelFormatError` where that half is not there."""
-        return self.folder / ONNX_GRAPH if self.chosen("onnx") else self.folder
+        """The decoder's graph, of the paged contract where there is one. Raises `ModelFormatError` where that
+        half is not there."""
+        self.chosen("onnx")
+        return self.folder / (PAGED_GRAPH if self.has_paged_graph else GENAI_GRAPH)
+
+    @property
+    def has_paged_graph(self) -> bool:
+        """Whether the ONNX half has a graph that `OrtExecutor` runs as it is."""
+        return self.manifest.onnx_contract != "genai"
 
     def chosen(self, format: str = "auto", preferred: Format = "gptq") -> Format:
         """The half that `format` ("auto", "gptq" or "onnx") means here; "auto" is `preferred` where that is
@@ -139,7 +149,7 @@ def present_formats(folder: Path, manifest: Manifest) -> tuple[Format, ...]:
     return tuple(
         half
         for half in manifest.formats
-        if any((folder / name).exists() for name in manifest.half_files(half) if name != QUANTIZE_CONFIG)
+        if any((folder / name).exists() for name in manifest.half_files(half) if name not in SETTINGS)
     )
 
 

@@ -14,11 +14,21 @@ from ..models.spec import ModelSpec
 from ..quant.model import QuantizedModel
 from ..quant.packing import HEAD_BITS, HEAD_GROUP_SIZE, CheckpointFormat
 from ..quant.recipe import Recipe
-from .artifact import ONNX_FOLDER, QUANTIZE_CONFIG
+from .artifact import GENAI_CONFIG, GENAI_GRAPH, ONNX_FOLDER, QUANTIZE_CONFIG
 from .atomic import check_output, check_space, new_folder
+from .genai_config import genai_config
 from .gptq import INDEX_NAME, SHARD_LIMIT, plan_gptq, write_gptq
 from .gptq_config import REFUSES_SHORT_GROUPS, GptqConfig
-from .manifest import FORMATS, MANIFEST_NAME, FileEntry, Format, Manifest, check_file_name
+from .manifest import (
+    FORMATS,
+    MANIFEST_NAME,
+    ONNX_CONTRACTS,
+    FileEntry,
+    Format,
+    Manifest,
+    OnnxContract,
+    check_file_name,
+)
 from .safetensors_writer import file_sha256
 from .weights import QuantizedModelWeights
 
@@ -42,6 +52,16 @@ def check_formats(formats: Sequence[str]) -> tuple[Format, ...]:
     if "onnx" in chosen:
         import_module(".onnx_dependency", __package__)
     return chosen
+
+
+def check_onnx_contract(contract: str, formats: Sequence[str]) -> OnnxContract:
+    """The contract, checked. Raises `SettingError` for an unknown one, and for another than the default where
+    no ONNX half is written."""
+    if contract not in ONNX_CONTRACTS:
+        raise SettingError(f"onnx_contract is {contract!r}; expected {', '.join(ONNX_CONTRACTS)}")
+    if contract != "paged" and "onnx" not in formats:
+        raise SettingError(f"onnx_contract is {contract!r}, but formats has no onnx")
+    return ONNX_CONTRACTS[ONNX_CONTRACTS.index(contract)]
 
 
 def artifact_bytes(spec: ModelSpec, recipe: Recipe) -> dict[Format, int]:
@@ -71,6 +91,7 @@ def write_artifact(
     *,
     formats: Sequence[str] = FORMATS,
     checkpoint_format: str = "auto",
+    onnx_contract: str = "paged",
     overwrite: bool = False,
     progress: Report | None = None,
     quality: Mapping[str, Any] | None = None,
@@ -79,14 +100,17 @@ def write_artifact(
     """Writes the artifact folder `out`. Until it is whole, the previous one or none is there.
 
     `checkpoint_format` "auto" is "gptq", and "gptq_v2" where zero points are stored: GPTQModel refuses those
-    in the older format. `progress(stage, done, total)` counts bytes. `quality` is the report for the
-    manifest, in values that JSON has. `shard_limit` is the largest safetensors file in bytes.
+    in the older format. `onnx_contract` says whose graphs the ONNX half has: "paged" `OrtExecutor`'s, "genai"
+    onnxruntime-genai's, or "both". `progress(stage, done, total)` counts bytes. `quality` is the report for
+    the manifest, in values that JSON has. `shard_limit` is the largest safetensors file in bytes.
 
     Raises `OutputError`: `out` exists and `overwrite` is off, or is not an artifact; the disk is full or
-    cannot be written; a tensor is missing. `SettingError` for an unknown format, `MissingDependencyError` for
-    one whose package is not installed.
+    cannot be written; a tensor is missing. `SettingError` for an unknown format or contract,
+    `MissingDependencyError` for a format whose package is not installed, `UnsupportedModelError` for a model
+    that the contract cannot express.
     """
     chosen = check_formats(formats)
+    contract = check_onnx_contract(onnx_contract, chosen)
     resolved = _resolved_checkpoint_format(model, checkpoint_format)
     report = progress or (lambda stage, done, total: None)
     real = check_output(out, overwrite)
@@ -110,10 +134,14 @@ def write_artifact(
 
             write_gptq(model, folder, checkpoint_format=resolved, shard_limit=shard_limit, advance=advance)
         if "onnx" in chosen:
+            from .onnx_contract import CONTRACTS
             from .onnx_writer import write_onnx
 
             report("onnx", 0, needed["onnx"])
-            write_onnx(QuantizedModelWeights(model), folder / ONNX_FOLDER)
+            contracts = CONTRACTS if contract == "both" else (contract,)
+            write_onnx(QuantizedModelWeights(model), folder / ONNX_FOLDER, contracts=contracts)
+            if contract != "paged":
+                _write_json(folder / GENAI_CONFIG, genai_config(model, GENAI_GRAPH))
             report("onnx", needed["onnx"], needed["onnx"])
         manifest = Manifest(
             source_origin=model.origin,
@@ -127,6 +155,7 @@ def write_artifact(
             calibration_digest=model.calibration_digest,
             quality=quality,
             refused_by=refused,
+            onnx_contract=contract,
         )
         (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
     return manifest
@@ -192,7 +221,7 @@ def _file_entries(folder: Path, report: Report) -> dict[str, FileEntry]:
 
 
 def _half_of(name: str) -> Format | None:
-    if name.startswith(f"{ONNX_FOLDER}/"):
+    if name.startswith(f"{ONNX_FOLDER}/") or name == GENAI_CONFIG:
         return "onnx"
     return "gptq" if name.endswith(".safetensors") or name in (INDEX_NAME, QUANTIZE_CONFIG) else None
 

@@ -20,6 +20,9 @@ MAX_MANIFEST_BYTES = 64 << 20
 
 Format = Literal["gptq", "onnx"]
 FORMATS: tuple[Format, ...] = get_args(Format)
+# Whose graphs the ONNX half has: `OrtExecutor`'s, onnxruntime-genai's, or both.
+OnnxContract = Literal["paged", "genai", "both"]
+ONNX_CONTRACTS: tuple[OnnxContract, ...] = get_args(OnnxContract)
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Manifest:
     calibration_digest: str | None = None
     quality: Mapping[str, Any] | None = None
     refused_by: Mapping[str, str] = field(default_factory=dict)
+    onnx_contract: OnnxContract = "paged"
     format_version: int = FORMAT_VERSION
 
     def to_bytes(self) -> bytes:
@@ -60,6 +64,7 @@ class Manifest:
             "recipe": self.recipe.to_json(),
             "calibration_digest": self.calibration_digest,
             "formats": list(self.formats),
+            "onnx_contract": self.onnx_contract if "onnx" in self.formats else None,
             "refused_by": dict(self.refused_by),
             "quality": None if self.quality is None else dict(self.quality),
             "layer_errors": dict(self.layer_errors),
@@ -102,6 +107,7 @@ class Manifest:
             calibration_digest=reader.string("calibration_digest") if has_calibration else None,
             quality=_object(reader, "quality") if reader.has("quality") else None,
             refused_by=_mapping(reader, "refused_by", str, "a string"),
+            onnx_contract=_onnx_contract(reader),
             format_version=version,
         )
 
@@ -150,6 +156,14 @@ def _formats(reader: ConfigReader) -> tuple[Format, ...]:
     if not found or found != names:
         raise reader.error("formats", names, '["gptq"], ["onnx"] or both')
     return tuple(found)
+
+
+def _onnx_contract(reader: ConfigReader) -> OnnxContract:
+    """A manifest from before there were two has none."""
+    found = reader.string("onnx_contract") if reader.has("onnx_contract") else "paged"
+    if found not in ONNX_CONTRACTS:
+        raise reader.error("onnx_contract", found, ", ".join(ONNX_CONTRACTS))
+    return ONNX_CONTRACTS[ONNX_CONTRACTS.index(found)]
 
 
 def _files(reader: ConfigReader) -> dict[str, FileEntry]:

@@ -11,7 +11,7 @@ from .onnx_dependency import ir
 OPSET = 23  # the first with Attention, RMSNormalization and RotaryEmbedding
 MICROSOFT = "com.microsoft"
 NYBBLE = "ai.nybble"
-OPSET_IMPORTS = {"": OPSET, MICROSOFT: 1, NYBBLE: 1}
+OPSET_IMPORTS = {"": OPSET, MICROSOFT: 1}
 IR_VERSION = 10
 
 

@@ -1,9 +1,6 @@
 """The one builder of the decoder's graph, from a `ModelSpec` and logical tensors, without tracing.
 
-Inputs are the executor contract's arrays (`runtime/batch.py`) and, for every layer i, `key_cache.i` and
-`value_cache.i` [num_blocks, page_size, kv_heads, head_dim]; outputs are `logits` [R, vocab] float32 and
-`key_cache_out.i`, `value_cache_out.i`, to be bound to the same memory as the inputs. T, B, R, num_blocks,
-page_size and max_blocks are dynamic; T and B at least 1.
+Inputs, outputs and how a token attends are the attention contract's: `onnx_contract.py`.
 """
 
 import json
@@ -12,11 +9,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from ..models.spec import ModelSpec
-from .onnx_attention import NAME as PAGED_ATTENTION
-from .onnx_attention import PackedLayout, paged_attention_function
-from .onnx_builder import IR_VERSION, NYBBLE, OPSET_IMPORTS, Builder, MemoryStore, TensorStore, graph_input
+from .onnx_builder import IR_VERSION, OPSET_IMPORTS, Builder, MemoryStore, TensorStore
+from .onnx_contract import AttentionContract, Contract, PagedContract
 from .onnx_dependency import ir
 from .onnx_experts import write_mixture
+from .onnx_genai import GenaiContract
 from .onnx_linear import Embedding, LinearWriter, as_float, store_embedding, write_embedding, write_head
 from .onnx_mlp import write_mlp
 from .onnx_spec import spec_to_json
@@ -27,15 +24,18 @@ FREQUENCIES = "inv_freq.{}"  # of each of the spec's rotary embeddings: the name
 
 
 def build_decoder(
-    weights: LogicalWeights, *, accuracy_level: int = 4, store: TensorStore | None = None
+    weights: LogicalWeights,
+    *,
+    accuracy_level: int = 4,
+    store: TensorStore | None = None,
+    contract: Contract = "paged",
 ) -> ir.Model:
     """The decoder as an ONNX model. Tensors are asked for one layer at a time, in the order data
     meets them, and handed to `store` (default: kept in the model).
 
     `accuracy_level` 4 rounds activations to int8 per block inside MatMulNBits; 0 keeps them in float32.
     """
-    decoder = _Decoder(weights, store or MemoryStore(), accuracy_level)
-    return decoder.build()
+    return _Decoder(weights, store or MemoryStore(), accuracy_level, contract).build()
 
 
 @dataclass
@@ -43,77 +43,51 @@ class _Decoder:
     weights: LogicalWeights
     store: TensorStore
     accuracy_level: int
+    contract_name: Contract
 
     def __post_init__(self) -> None:
         self.spec: ModelSpec = self.weights.spec
         self.b = Builder()
         self.writer = LinearWriter(self.b, self.store, self.accuracy_level)
+        kind = PagedContract if self.contract_name == "paged" else GenaiContract
+        self.contract: AttentionContract = kind(self.b, self.spec)
 
     def build(self) -> ir.Model:
-        spec, b = self.spec, self.b
-        int32 = ir.DataType.INT32
-        token_ids = graph_input("token_ids", int32, ["T"])
-        self.cu_seqlens = graph_input("cu_seqlens", int32, ["B + 1"])
-        self.past_lens = graph_input("past_lens", int32, ["B"])
-        block_table = graph_input("block_table", int32, [len(window_groups(spec)), "B", "max_blocks"])
-        slot_mapping = graph_input("slot_mapping", int32, [len(window_groups(spec)), "T"])
-        logit_rows = graph_input("logit_rows", int32, ["R"])
-        inputs = [token_ids, self.cu_seqlens, self.past_lens, block_table, slot_mapping, logit_rows]
-
-        groups = range(len(window_groups(spec)))
-        self.block_tables = [b.op("Gather", block_table, b.constant(g), axis=0) for g in groups]
-        self.slot_mappings = [b.op("Gather", slot_mapping, b.constant(g), axis=0) for g in groups]
-        self.rotations = self._rotations(token_ids)
-
-        shape: list[int | str] = ["num_blocks", "page_size", spec.num_kv_heads, spec.head_dim]
-        caches = [
-            graph_input(f"{kind}_cache.{layer}", ir.DataType.FLOAT, shape)
-            for layer in range(spec.num_layers)
-            for kind in ("key", "value")
-        ]
-        self.page_size = b.op("Shape", caches[0], start=1, end=2)
-        hidden, embedding = self._embed(token_ids)
-        outputs: list[ir.Value] = []
-        for layer in range(spec.num_layers):
-            hidden, written = self._layer(layer, hidden, caches[2 * layer : 2 * layer + 2])
-            for kind, value in zip(("key", "value"), written, strict=True):
-                value.name = f"{kind}_cache_out.{layer}"
-                value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
-            outputs += written
-        logits = self._logits(hidden, logit_rows, embedding)
-        logits.name = "logits"
-        logits.type, logits.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(["R", spec.vocab_size])
-
+        contract = self.contract
+        self.rotations = self._rotations()
+        hidden, embedding = self._embed(contract.token_ids)
+        for layer in range(self.spec.num_layers):
+            hidden = self._layer(layer, hidden)
+        logits = contract.logits(self._logits(hidden, embedding))
         graph = ir.Graph(
-            inputs + caches,
-            [logits, *outputs],
-            nodes=b.nodes,
-            initializers=list(b.initializers.values()),
-            opset_imports=OPSET_IMPORTS,
+            contract.inputs,
+            [logits, *contract.outputs],
+            nodes=self.b.nodes,
+            initializers=list(self.b.initializers.values()),
+            opset_imports=OPSET_IMPORTS | {function.domain: 1 for function in contract.functions},
             name="decoder",
         )
         return ir.Model(
             graph,
             ir_version=IR_VERSION,
             producer_name="nybble",
-            functions=[paged_attention_function()],
+            functions=contract.functions,
             metadata_props=self._metadata(),
         )
 
     def _metadata(self) -> dict[str, str]:
         return {
             "nybble.format": str(FORMAT_VERSION),
+            "nybble.contract": self.contract.name,
             "nybble.spec": spec_to_json(self.spec),
             "nybble.tensors": json.dumps({name: asdict(t) for name, t in self.writer.layout.items()}),
         }
 
-    def _rotations(self, token_ids: ir.Value) -> list[tuple[ir.Value, ir.Value]]:
-        """For each RoPE cos and sin of every token's position, [1, T, rotary_dim / 2]: once a step, for all
-        layers. Where there is a choice by the context, it is that of the model's whole one."""
-        b = self.b
-        layout = PackedLayout(b, token_ids, self.cu_seqlens, self.past_lens)
-        positions = b.op("Cast", layout.positions(), to=ir.DataType.FLOAT.value)
-        column = b.op("Unsqueeze", positions, b.constant([0, 2]))
+    def _rotations(self) -> list[tuple[ir.Value, ir.Value]]:
+        """For each RoPE cos and sin of every token's position, [1, T, rotary_dim / 2] or [B, S,
+        rotary_dim / 2]: once a step, for all layers. Where there is a choice by the context, it is that of
+        the model's whole one."""
+        b, column = self.b, self.contract.positions()
         rotations = []
         for index, rope in enumerate(self.spec.for_context(self.spec.max_position).ropes):
             frequencies = b.op("Constant", value=ir.tensor(rope.inv_freq()))
@@ -153,7 +127,7 @@ class _Decoder:
             y = b.op("Mul", y, b.constant(spec.residual_scale, np.float32))
         return b.op("Add", hidden, y)
 
-    def _layer(self, layer: int, hidden: ir.Value, caches: list[ir.Value]) -> tuple[ir.Value, list[ir.Value]]:
+    def _layer(self, layer: int, hidden: ir.Value) -> ir.Value:
         spec, b, prefix = self.spec, self.b, self.spec.layer_prefix(layer)
         linears = spec.linears(layer)
         qkv, output, mlp = linears[:3], linears[3], linears[4:]
@@ -162,28 +136,7 @@ class _Decoder:
         q, k, v = self.writer.linears(x, qkv, self.weights, prefix + "self_attn.qkv_proj")
         q = self._rotate(layer, self._norm_heads(q, q_norm, spec.num_heads), spec.num_heads)
         k = self._rotate(layer, self._norm_heads(k, k_norm, spec.num_kv_heads), spec.num_kv_heads)
-        window = spec.sliding_windows[layer] if spec.sliding_windows else None
-        group = window_groups(spec).index(window)
-        attended, *written = b.ops(
-            PAGED_ATTENTION,
-            q,
-            k,
-            v,
-            *caches,
-            self.cu_seqlens,
-            self.past_lens,
-            self.block_tables[group],
-            self.slot_mappings[group],
-            self.page_size,
-            domain=NYBBLE,
-            outputs=3,
-            num_heads=spec.num_heads,
-            kv_num_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            scale=spec.softmax_scale,
-            softcap=spec.attention_softcap or 0.0,
-            window=window or 0,
-        )
+        attended = self.contract.attend(layer, q, k, v)
         (attended,) = self.writer.linears(attended, [output], self.weights, output.name)
         hidden = self._add(hidden, attended, norms.after_attention)
 
@@ -192,7 +145,7 @@ class _Decoder:
             y = write_mixture(self.writer, self.weights, layer, x)
         else:
             y = write_mlp(self.writer, self.weights, mlp, x, prefix + "mlp.gate_up_proj")
-        return self._add(hidden, y, norms.after_mlp), written
+        return self._add(hidden, y, norms.after_mlp)
 
     def _norm_heads(self, x: ir.Value, norm: str | None, heads: int) -> ir.Value:
         """q or k, normalized where the model does: [T, heads, head_dim] or [T, heads * head_dim]."""
@@ -203,26 +156,25 @@ class _Decoder:
         return self._norm(x, norm)
 
     def _rotate(self, layer: int, x: ir.Value, heads: int) -> ir.Value:
-        """q or k [T, heads * head_dim], rotated where the layer does."""
-        spec, b = self.spec, self.b
+        """q or k of T tokens as the contract lays them out, rotated where the layer does."""
+        spec = self.spec
+        x = self.contract.in_sequences(x, heads * spec.head_dim)
         index = spec.rope_index(layer)
         if index is None:
-            return b.op("Reshape", x, b.constant([-1, heads * spec.head_dim]))
+            return x
         rotary_dim = spec.ropes[index].rotary_dim
-        x = b.op("Reshape", x, b.constant([1, -1, heads * spec.head_dim]))
-        x = b.op(
+        return self.b.op(
             "RotaryEmbedding",
             x,
             *self.rotations[index],
             num_heads=heads,
             rotary_embedding_dim=0 if rotary_dim == spec.head_dim else rotary_dim,
         )
-        return b.op("Squeeze", x, b.constant([0]))
 
-    def _logits(self, hidden: ir.Value, logit_rows: ir.Value, embedding: Embedding) -> ir.Value:
+    def _logits(self, hidden: ir.Value, embedding: Embedding) -> ir.Value:
         """Only the wanted rows reach the final norm and the head."""
         spec, b = self.spec, self.b
-        x = self._norm(b.op("Gather", hidden, logit_rows, axis=0), spec.final_norm_name)
+        x = self._norm(self.contract.logit_rows(hidden), spec.final_norm_name)
         if not spec.tied_embeddings:
             embedding = store_embedding(self.writer, spec.head_name, self.weights.tensor(spec.head_name))
         logits = write_head(self.writer, x, embedding, spec.vocab_size)
@@ -232,11 +184,6 @@ class _Decoder:
             cap = b.constant(spec.logit_softcap, np.float32)
             logits = b.op("Mul", b.op("Tanh", b.op("Div", logits, cap)), cap)
         return logits
-
-
-def window_groups(spec: ModelSpec) -> tuple[int | None, ...]:
-    """The distinct windows, of which there is at least one."""
-    return spec.window_groups or (None,)
 
 
 def set_accuracy_level(model: ir.Model, accuracy_level: int) -> None:

@@ -17,6 +17,7 @@ from ..errors import ModelFormatError
 from ..models.spec import ModelSpec
 from ..quant.packing import QuantizedTensor, from_matmulnbits, matmulnbits_block, unpack_rows
 from ..quant.packing_rows import MatrixKind, MatrixRows, all_in_the_middle
+from .onnx_contract import CONTRACTS, Contract
 from .onnx_dependency import ir
 from .onnx_graph import FORMAT_VERSION
 from .onnx_linear import StoredTensor
@@ -28,13 +29,23 @@ MAX_GRAPH_BYTES = 256 << 20  # a graph has no weights in it; one of 200 layers t
 
 @dataclass(frozen=True, eq=False)
 class DecoderFile:
-    """An opened `decoder.onnx`: its graph, and what its metadata says."""
+    """An opened graph, and what its metadata says."""
 
     path: Path
     model: ir.Model
+    contract: Contract
     spec: ModelSpec
     tensors: dict[str, StoredTensor]
     weight_bytes: int  # of all tensors outside the graph
+
+    def places(self) -> dict[str, tuple[Any, ...]]:
+        """Each initializer outside the graph: file, first byte, bytes, dtype and shape."""
+        tensors = ((name, value.const_value) for name, value in self.model.graph.initializers.items())
+        return {
+            name: (t.location, t.offset, t.length, t.dtype.name, tuple(t.shape.numpy()))
+            for name, t in tensors
+            if isinstance(t, ir.ExternalTensor)
+        }
 
 
 def open_decoder(path: Path) -> DecoderFile:
@@ -48,6 +59,11 @@ def open_decoder(path: Path) -> DecoderFile:
     if int(version) > FORMAT_VERSION:
         raise ModelFormatError(
             f"{path.name}: format version {version}; this nybble reads up to {FORMAT_VERSION}: update it"
+        )
+    contract = model.metadata_props.get("nybble.contract", "paged")
+    if contract not in CONTRACTS:
+        raise ModelFormatError(
+            f"{path.name}: nybble.contract is {contract!r}; expected {' or '.join(CONTRACTS)}"
         )
     _refuse_hidden_tensors(path, model)
     sizes: dict[str, int] = {}
@@ -66,11 +82,12 @@ def open_decoder(path: Path) -> DecoderFile:
         raise ModelFormatError(
             f"{path.name}: {spec.num_layers} layers, but {len(tensors)} tensors: some are missing"
         )
-    return DecoderFile(path, model, spec, tensors, weight_bytes)
+    return DecoderFile(path, model, CONTRACTS[CONTRACTS.index(contract)], spec, tensors, weight_bytes)
 
 
 class OnnxWeights:
-    """The `LogicalWeights` of a `decoder.onnx` and its `weights.bin`: exactly the tensors that were written.
+    """The `LogicalWeights` of a graph, of either contract, and its `weights.bin`: exactly the tensors that
+    were written.
 
     Each is read from the file when asked for and not kept. Raises `ModelFormatError` for a tensor that is
     missing or whose parts do not fit together.

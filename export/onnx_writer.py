@@ -1,4 +1,5 @@
-"""Writing the ONNX half: `decoder.onnx`, and every weight in `weights.bin` beside it.
+"""Writing the ONNX half: a graph for each attention contract, and every weight once, in `weights.bin` beside
+them.
 
 A tensor in `weights.bin` begins at a multiple of 4096 bytes, a page, so that ONNX Runtime can map it from the
 file instead of reading it; the bytes between are zero.
@@ -12,31 +13,51 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .onnx_builder import join_parts
+from .onnx_contract import Contract
 from .onnx_dependency import ir
 from .onnx_graph import build_decoder
 from .weights import LogicalWeights
 
-DECODER = "decoder.onnx"
+GRAPHS: dict[Contract, str] = {"paged": "decoder.onnx", "genai": "genai.onnx"}
 WEIGHTS = "weights.bin"
 ALIGNMENT = 4096
 
 
-def write_onnx(weights: LogicalWeights, folder: Path, *, accuracy_level: int = 4) -> list[Path]:
-    """Writes both files into `folder`, which is made if need be, and returns their paths. Tensors are written
-    as they are asked for: no more than one operator's are held. Neither atomic nor synced: the caller is.
+def write_onnx(
+    weights: LogicalWeights,
+    folder: Path,
+    *,
+    accuracy_level: int = 4,
+    contracts: Sequence[Contract] = ("paged",),
+) -> list[Path]:
+    """Writes the graphs and the weights into `folder`, which is made if need be, and returns their paths, the
+    weights' last. Tensors are written as they are asked for: no more than one operator's are held. Neither
+    atomic nor synced: the caller is.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    paths = []
     with (folder / WEIGHTS).open("wb") as file:
-        model = build_decoder(weights, accuracy_level=accuracy_level, store=_FileStore(file, folder))
-    (folder / DECODER).write_bytes(ir.to_proto(model).SerializeToString())
-    return [folder / DECODER, folder / WEIGHTS]
+        store = _FileStore(file, folder)
+        for contract in contracts:
+            model = build_decoder(weights, accuracy_level=accuracy_level, store=store, contract=contract)
+            paths.append(folder / GRAPHS[contract])
+            paths[-1].write_bytes(ir.to_proto(model).SerializeToString())
+    return [*paths, folder / WEIGHTS]
 
 
 class _FileStore:
+    """Writes a tensor the first time it is given; a second graph of the same weights refers to that place."""
+
     def __init__(self, file: BinaryIO, folder: Path) -> None:
         self.file, self.folder = file, folder
+        self.written: dict[str, ir.ExternalTensor] = {}
 
     def add(self, name: str, parts: Sequence[NDArray[Any]]) -> ir.TensorProtocol:
+        if name not in self.written:
+            self.written[name] = self._write(name, parts)
+        return self.written[name]
+
+    def _write(self, name: str, parts: Sequence[NDArray[Any]]) -> ir.ExternalTensor:
         offset = -(-self.file.tell() // ALIGNMENT) * ALIGNMENT
         self.file.write(bytes(offset - self.file.tell()))
         for part in parts:

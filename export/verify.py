@@ -6,7 +6,16 @@ import numpy as np
 
 from ..errors import ModelFormatError
 from ..quant.packing import QuantizedTensor, from_gptq, to_gptq
-from .artifact import CACHE_FOLDER, artifact_folder, check_size, open_artifact, present_formats
+from .artifact import (
+    CACHE_FOLDER,
+    GENAI_GRAPH,
+    PAGED_GRAPH,
+    Artifact,
+    artifact_folder,
+    check_size,
+    open_artifact,
+    present_formats,
+)
 from .artifact_writer import Report
 from .gptq_reader import GptqWeights
 from .manifest import FORMATS, MANIFEST_NAME, read_manifest
@@ -70,6 +79,25 @@ def verify_integers(path: str | Path, progress: Report | None = None) -> int:
             if progress is not None:
                 progress("integers", done, len(names))
     return len(names)
+
+
+def verify_graphs(artifact: Artifact) -> None:
+    """Where the ONNX half has two graphs, they are of the same model and refer to the same bytes for each
+    tensor. Raises `ModelFormatError`."""
+    from .onnx_reader import open_decoder
+
+    if artifact.manifest.onnx_contract != "both":
+        return
+    paged, genai = (open_decoder(artifact.folder / name) for name in (PAGED_GRAPH, GENAI_GRAPH))
+    if (paged.spec, paged.tensors) != (genai.spec, genai.tensors):
+        raise ModelFormatError(f"{artifact.folder}: {PAGED_GRAPH} and {GENAI_GRAPH} are of different models")
+    places = paged.places()
+    for name, place in genai.places().items():
+        if places.get(name) != place:
+            raise ModelFormatError(
+                f"{artifact.folder / GENAI_GRAPH}: {name} lies at {place}; "
+                f"{PAGED_GRAPH} has it at {places.get(name)}"
+            )
 
 
 def _difference(one: LogicalTensor, other: LogicalTensor) -> str | None:

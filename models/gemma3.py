@@ -10,6 +10,8 @@ from .rope import DEFAULT_THETA, rope_from_config
 from .spec import ModelSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+# GPTQModel writes these beside the two, which have their own; transformers reads neither then.
+UNREAD = ("rope_theta", "rope_type")
 ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
@@ -39,8 +41,9 @@ def _rope_readers(reader: ConfigReader) -> tuple[ConfigReader, ConfigReader]:
     attention, and `rope_local_base_freq` was all that a window's had.
     """
     given = reader.section("rope_parameters") or ConfigReader({}, reader.where)
+    known = (FULL, SLIDING, *(UNREAD if {FULL, SLIDING} <= given.config.keys() else ()))
     for key in given.config:
-        if key not in (FULL, SLIDING):
+        if key not in known:
             raise UnsupportedModelError(
                 f"{reader.where}: rope_parameters has {shown(key)}; this family's has {FULL}, {SLIDING}"
             )

@@ -10,15 +10,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ExecutorError, SettingError
+from ..errors import ExecutorError, ModelFormatError, SettingError
+from ..export.onnx_contract import window_groups
 from ..export.onnx_dependency import ir
-from ..export.onnx_graph import (
-    build_decoder,
-    set_accuracy_level,
-    set_cache_type,
-    set_ropes,
-    window_groups,
-)
+from ..export.onnx_graph import build_decoder, set_accuracy_level, set_cache_type, set_ropes
 from ..export.onnx_pages import PAGE_OPERATIONS, build_page_operation, cache_names, output_name
 from ..export.onnx_reader import open_decoder
 from ..export.onnx_writer import MemoryTensors
@@ -99,6 +94,10 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
         Raises `ModelFormatError` for a damaged file, `SettingError` for a provider that is not there.
         """
         file = open_decoder(path)
+        if file.contract != "paged":
+            raise ModelFormatError(
+                f"{path.name}: has the {file.contract} contract, for others; OrtExecutor runs the paged one"
+            )
         if accuracy_level is not None:
             set_accuracy_level(file.model, accuracy_level)
         return cls(

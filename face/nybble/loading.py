@@ -29,6 +29,7 @@ from .devices import (
     share_pages,
     with_tuned,
 )
+from .devices.memory_plan import Half
 from .errors import DoesNotFitError, ModelFormatError, SettingError
 from .kvcache import FileStore
 from .runnable import Runnable, RunnableArtifact, RunnableCheckpoint, open_runnable
@@ -118,7 +119,7 @@ def load(
                 profile,
                 context=max_model_len,
                 kv_dtype=choose_kv_dtype(kv_dtype, profile, kind),
-                half=model.half,
+                half=_planned_half(model),
                 token_budget=max_batch_tokens,
                 threads=threads,
                 budget=budget,
@@ -224,6 +225,13 @@ def _explained(run: RunSettings, plan: MemoryPlan) -> Iterator[None]:
         raise DoesNotFitError(f"{error}; {describe_shortage(run, plan)}") from error
 
 
+def _planned_half(model: Runnable) -> Half:
+    """What decides how much memory `OrtExecutor` takes: a graph is mapped from its file only where it is one
+    that runs as it is."""
+    mapped = not isinstance(model, RunnableArtifact) or model.artifact.has_paged_graph
+    return model.half if mapped else "gptq"
+
+
 def _shares_pages(plan: MemoryPlan, executor: ExecutorKind) -> bool:
     """Whether running sequences may find no pages."""
     return executor == "cpu" and plan.num_pages * plan.page_size < plan.sequences * plan.context
@@ -269,6 +277,6 @@ def _open_ort(
     if isinstance(model, RunnableCheckpoint):
         return OrtExecutor.from_weights(model.weights, **options)
     artifact = model.artifact
-    if model.half == "onnx":
+    if model.half == "onnx" and artifact.has_paged_graph:
         return OrtExecutor.from_file(artifact.onnx_path, **options)
     return OrtExecutor.from_weights(artifact.weights(model.half), **options)

@@ -23,6 +23,7 @@ def quantize(
     adapter: str | Path | None = None,
     formats: Sequence[str] = ("gptq", "onnx"),
     checkpoint_format: str = "auto",
+    onnx_contract: str = "paged",
     overwrite: bool = False,
     threads: int | None = None,
     resume: bool = False,
@@ -35,7 +36,8 @@ def quantize(
 
     `settings` are `Recipe`'s fields and replace those of `recipe`: `bits=8`, `group_size=128`, ...
     `calibration` is a file of UTF-8 text, or JSONL with `text` or `messages`; by default CPython's own
-    documentation. `adapter` is a folder with a LoRA in PEFT's format, merged first.
+    documentation. `adapter` is a folder with a LoRA in PEFT's format, merged first. `onnx_contract` says who
+    runs the ONNX half: "paged" for `OrtExecutor`, "genai" for onnxruntime-genai, or "both".
     `progress(stage, done, total)` is called as work proceeds. Returns the manifest.
 
     Finished layers are kept in a hidden folder beside `out` until the artifact is there, once half a minute
@@ -44,7 +46,9 @@ def quantize(
 
     Raises `NybbleError`'s subclasses; nothing but that folder is left behind then.
     """
-    from .export import check_formats, check_output, write_artifact
+    from .export import check_formats, check_onnx_contract, check_output, write_artifact
+    from .export.artifact import GENAI_GRAPH
+    from .export.genai_config import genai_config
     from .models import open_source
     from .quant.calibration import load_calibration
     from .quant.checkpoint import discard, work_folder
@@ -56,10 +60,12 @@ def quantize(
         raise SettingError(f"unknown recipe settings: {', '.join(unknown)}")
     chosen = replace(recipe or Recipe(), **settings)
     out = Path(out)
-    check_formats(formats)
+    check_onnx_contract(onnx_contract, check_formats(formats))
     work = work_folder(check_output(out, overwrite))
     source = open_source(src, adapter)
     try:
+        if onnx_contract != "paged":
+            genai_config(source, GENAI_GRAPH)  # what it refuses, it refuses before the work
         text = None
         if chosen.method == "gptq":
             tokenizer = Tokenizer(source.tokenizer_files)
@@ -79,6 +85,7 @@ def quantize(
         out,
         formats=formats,
         checkpoint_format=checkpoint_format,
+        onnx_contract=onnx_contract,
         overwrite=overwrite,
         progress=progress,
     )

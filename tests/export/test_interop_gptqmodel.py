@@ -8,7 +8,6 @@ NYBBLE_GPTQMODEL_PYTHON names the python of an environment with gptqmodel (and o
 
 import json
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from decoders import stored
+from foreign_python import run_cases
 
 from nybble.export import write_artifact
 from nybble.quant.model import QuantizedModel
@@ -43,6 +43,10 @@ TINY: dict[str, dict[str, Any]] = {
     "gptq_v2": {"checkpoint_format": "gptq_v2"},
     "qwen2, biases": {"family": "qwen2"},
     "qwen3": {"family": "qwen3"},
+    "granite": {"family": "granite", "symmetric": False},
+    "olmo2": {"family": "olmo2"},
+    "smollm3": {"family": "smollm3"},
+    "gemma3": {"family": "gemma3_text", "symmetric": False},
     "tied": {"config_overrides": {"tie_word_embeddings": True}},
     "shards": {"shard_limit": 60_000},
     "transformers": {"loader": "transformers"},
@@ -56,6 +60,9 @@ TINY: dict[str, dict[str, Any]] = {
         "symmetric": False,
         "act_order": "dynamic",
     },
+    "transformers, 8 bits": {"loader": "transformers", "bits": 8},
+    "transformers, asymmetric, 8 bits": {"loader": "transformers", "symmetric": False, "bits": 8},
+    "transformers, gemma3": {"loader": "transformers", "family": "gemma3_text"},
 }
 
 
@@ -71,21 +78,6 @@ def write_reference(model: QuantizedModel, folder: Path) -> None:
     save_file(stored(model.spec, tensors), folder / "model.safetensors", metadata={"format": "pt"})
     config = {**model.config, "dtype": "float32", "torch_dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-
-
-def run_cases(cases: list[dict[str, str]], folder: Path) -> list[dict[str, Any]]:
-    cases_file = folder / "cases.json"
-    cases_file.write_text(json.dumps(cases), encoding="utf-8")
-    environment = {**os.environ, "GPTQMODEL_CPU_WORKERS": "2", "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run(
-        [PYTHON, str(SCRIPT), str(cases_file)],
-        capture_output=True, text=True, env=environment, cwd=folder, check=False,
-    )  # fmt: skip
-    results = [
-        json.loads(x.removeprefix("RESULT ")) for x in run.stdout.splitlines() if x.startswith("RESULT ")
-    ]
-    assert len(results) == len(cases), run.stdout[-2000:] + run.stderr[-4000:]
-    return results
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +102,7 @@ def tiny_results(
                 "loader": loader,
             }
         )
-    return dict(zip(TINY, run_cases(cases, folder), strict=True))
+    return dict(zip(TINY, run_cases(PYTHON, SCRIPT, cases, folder), strict=True))
 
 
 @pytest.mark.parametrize("case", TINY)
@@ -124,6 +116,7 @@ def test_it_dequantizes_the_same_weights_and_computes_the_same(
     assert result["kl"] < 1e-4
 
 
+@pytest.mark.slow  # float16 on a CPU: eight minutes
 def test_smollm2_in_its_fp16_agrees_with_our_dequantized_weights(
     quantize_source_with_rtn: Callable[..., QuantizedModel], tmp_path: Path
 ) -> None:
@@ -140,7 +133,7 @@ def test_smollm2_in_its_fp16_agrees_with_our_dequantized_weights(
     np.save(tmp_path / "tokens.npy", np.array(ids, np.int64).reshape(8, 512))
     case = {name: str(tmp_path / name) for name in ("artifact", "reference")}
     case |= {"tokens": str(tmp_path / "tokens.npy"), "loader": "gptqmodel"}
-    (result,) = run_cases([case], tmp_path)
+    (result,) = run_cases(PYTHON, SCRIPT, [case], tmp_path)
     assert "error" not in result, result["error"]
     assert result["kernels"] == ["TorchLinear"]
     assert result["quantized_layers"] == 210

@@ -57,6 +57,8 @@ def test_what_was_written_is_read_back() -> None:
         ({"files": {"a": {"size": 1.5, "sha256": "0" * 64}}}, "size is 1.5"),
         ({"files": {"a": {"size": 1, "sha256": "0" * 63}}}, "sha256"),
         ({"files": {"a": {"size": 1, "sha256": "0" * 64, "half": "third"}}}, "half is 'third'"),
+        ({"onnx_contract": "vllm"}, "onnx_contract"),
+        ({"onnx_contract": 1}, "onnx_contract"),
         ({"layer_errors": {"x": "large"}}, "layer_errors"),
         ({"layer_errors": {"x": True}}, "layer_errors"),
     ],
@@ -75,8 +77,9 @@ def test_a_wrong_value_is_named(change: dict[str, Any], message: str) -> None:
 def test_a_missing_key_is_named(key: str) -> None:
     data = json.loads(MANIFEST.to_bytes())
     del data[key]
-    if key == "calibration_digest":
-        assert Manifest.from_bytes(json.dumps(data).encode(), "m").calibration_digest is None
+    if key in ("calibration_digest", "onnx_contract"):
+        found = Manifest.from_bytes(json.dumps(data).encode(), "m")
+        assert found.calibration_digest is None if key == "calibration_digest" else found == MANIFEST
         return
     with pytest.raises(ModelFormatError, match=key):
         Manifest.from_bytes(json.dumps(data).encode(), "m")

@@ -250,6 +250,14 @@ def test_phi3s_partial_rotation(inside: bool) -> None:
                 "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
             }
         },
+        {  # as GPTQModel writes it
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+                "rope_theta": {"global": 1e6, "local": 1e4},
+                "rope_type": "default",
+            }
+        },
     ],
     ids=str,
 )

@@ -19,6 +19,12 @@ Examples:
   nybble info smollm2-int4 --json
 """
 
+GRAPHS = {
+    "paged": "",
+    "genai": ", for onnxruntime-genai",
+    "both": ", for onnxruntime-genai too",
+}
+
 
 @click.command("info", epilog=EPILOG)
 @click.argument("artifact", type=click.Path(path_type=Path))
@@ -45,6 +51,7 @@ def describe(artifact: "Artifact") -> dict[str, Any]:
     return {
         "digest": artifact.digest,
         "formats": list(artifact.formats),
+        "onnx_contract": manifest.onnx_contract if "onnx" in manifest.formats else None,
         "spec": asdict(artifact.spec),
         "source": {"origin": manifest.source_origin, "digest": manifest.source_digest},
         "recipe": manifest.recipe.to_json(),
@@ -107,7 +114,8 @@ def file_rows(artifact: "Artifact") -> list[tuple[str, str]]:
     for half in manifest.formats:
         size = sum(entry.size for entry in manifest.half_files(half).values())
         here = "" if half in artifact.formats else ", deleted"
-        rows.append((f"{half} half", f"{size / 1e6:.1f} MB{here}"))
+        graphs = GRAPHS[manifest.onnx_contract] if half == "onnx" else ""
+        rows.append((f"{half} half", f"{size / 1e6:.1f} MB{graphs}{here}"))
     shared = sum(entry.size for entry in manifest.half_files(None).values())
     return [*rows, ("Shared", f"{shared / 1e6:.1f} MB"), ("Digest", artifact.digest[:16])]
 

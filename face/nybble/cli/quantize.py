@@ -16,6 +16,7 @@ Examples:
   nybble quantize model.gguf -o model-int8 --bits 8 --method rtn
   nybble quantize ./my-model -o out --calibration chats.jsonl --formats gptq
   nybble quantize Qwen/Qwen3-0.6B -o out --adapter ./my-lora
+  nybble quantize smollm2 -o for-genai --formats onnx --onnx-contract genai
 """
 
 default = Recipe()
@@ -63,6 +64,13 @@ RECIPE = (
 @click.option("--formats", default="gptq,onnx", show_default=True, help="gptq, onnx, or both.")
 @click.option(
     "--checkpoint-format", type=click.Choice(["auto", "gptq", "gptq_v2"]), default="auto", show_default=True
+)
+@click.option(
+    "--onnx-contract",
+    type=click.Choice(["paged", "genai", "both"]),
+    default="paged",
+    show_default=True,
+    help="Who runs the ONNX half: paged is Nybble, genai onnxruntime-genai.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the artifact that is at the output.")
 @click.option("--resume", is_flag=True, help="Go on where the same run was stopped.")

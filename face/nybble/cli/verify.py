@@ -28,4 +28,6 @@ def command(artifact: Path, threads: int | None) -> None:
     else:
         rows.append(("Integers", f"{result.tensors} tensors equal in both halves"))
         rows.append(("Logits", f"mean KL {result.mean_kl:.1e}, same top token {result.top1_agreement:.1%}"))
+    if result.genai_kl is not None:
+        rows.append(("onnxruntime-genai's graph", f"mean KL {result.genai_kl:.1e}"))
     print_table(str(artifact), rows)
