@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from nybble.export.weights import LogicalTensor
+from nybble.models.gguf_source import gguf_name
 from nybble.models.spec import ModelSpec, RopeSpec
 from nybble.quant.packing import HEAD_GROUP_SIZE, QuantizedTensor
 from nybble.quant.packing_rows import MatrixRows
@@ -56,3 +57,40 @@ def write(file: Path) -> None:
     """The model's file of packed weights, in a folder that is made for it."""
     file.parent.parent.mkdir(parents=True, exist_ok=True)
     build_packed(file, FreshlyPacked(RandomWeights()), DIGEST)
+
+
+def write_gguf(file: Path) -> None:
+    """A model of the same shape as llama.cpp has it: Q4_0, which has a scale for every 32 weights, and the
+    embedding in Q8_0. It has no vocabulary."""
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    writer = GGUFWriter(file, "llama")
+    writer.add_vocab_size(SPEC.vocab_size)
+    writer.add_tokenizer_model("none")
+    writer.add_context_length(SPEC.max_position)
+    writer.add_embedding_length(SPEC.hidden_size)
+    writer.add_feed_forward_length(SPEC.intermediate_size)
+    writer.add_block_count(SPEC.num_layers)
+    writer.add_head_count(SPEC.num_heads)
+    writer.add_head_count_kv(SPEC.num_kv_heads)
+    writer.add_layer_norm_rms_eps(SPEC.norm_eps)
+    writer.add_rope_freq_base(SPEC.rope.theta)
+    writer.add_rope_dimension_count(SPEC.head_dim)
+    for name, shape in SPEC.tensors().items():
+        if name.endswith("bias"):
+            continue  # this architecture has none
+        if len(shape) == 1:
+            writer.add_tensor(gguf_name(name), np.ones(shape, np.float32))
+            continue
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
+        rows, columns = shape
+        kind, bytes_each = ("Q8_0", 32) if name == SPEC.embedding_name else ("Q4_0", 16)
+        blocks = np.empty((rows, columns // 32, 2 + bytes_each), np.uint8)
+        scale = np.float16(columns**-0.5 / (4 * bytes_each))
+        blocks[..., :2] = np.frombuffer(scale.tobytes(), np.uint8)
+        blocks[..., 2:] = rng.integers(0, 256, (rows, columns // 32, bytes_each), np.uint8)
+        writer.add_tensor(gguf_name(name), blocks.reshape(rows, -1), raw_dtype=GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

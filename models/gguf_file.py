@@ -276,15 +276,15 @@ class _Cursor:
     def strings(self, count: int, what: str) -> list[str]:
         """As many calls of `string`, most of them without the calls: vocabularies have 100,000 of them."""
         found: list[str] = []
+        append, length_at = found.append, _U64
         while len(found) < count:
-            buffer, at = self.buffer, self.at
+            buffer, at, size = self.buffer, self.at, len(self.buffer)
             try:
-                while len(found) < count:
-                    begin = at + 8
-                    end = begin + _U64(buffer, at)[0]
-                    if end > len(buffer):
+                for _ in range(count - len(found)):
+                    end = at + 8 + length_at(buffer, at)[0]
+                    if end > size:
                         break
-                    found.append(buffer[begin:end].decode())
+                    append(buffer[at + 8 : end].decode())
                     at = end
             except (struct.error, UnicodeDecodeError):  # the buffer's end, or what `string` reports
                 pass

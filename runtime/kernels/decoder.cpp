@@ -59,7 +59,7 @@ Decoder::Decoder(DecoderConfig config, DecoderWeights weights, int threads, cons
       weights_(completed(std::move(weights))),
       stream_(std::move(stream)),
       kernels_(kernels),
-      pool_(threads),
+      pool_(threads, stream_ != nullptr),
       plan_(config_, threads),
       buffers_(config_, plan_, threads, scratch_of_thread(config_, kernels)),
       experts_(config_, separate_up(weights_)),
@@ -300,6 +300,7 @@ void Decoder::head(int thread) {
     SharedWork* work = work_.data() + static_cast<size_t>(config_.num_layers) * kPhasesPerLayer;
     for (size_t i = 0; i < pieces.size(); ++i) {
         if (pieces[i].linear.tiles == nullptr) return;
+        keep_reading(thread);
         const LinearJob job{&pieces[i].linear, input, logits_ + pieces[i].first_row,
                             static_cast<size_t>(logit_stride())};
         run_linear_jobs(kernels_, &job, 1, thread, work[i], b.scratch(thread));
@@ -312,6 +313,12 @@ void Decoder::head(int thread) {
         if (config_.logit_softcap > 0) kernels_.softcap(logits, config_.logit_softcap, logit_stride());
         best_tokens_[r] = kernels_.best_logit(logits, config_.vocab_size);
     }
+}
+
+// At the beginning of a part whose work is shared out while it goes on: the other threads take what this one
+// does not come to.
+void Decoder::keep_reading(int thread) {
+    if (stream_ != nullptr && thread == 0) stream_->advance();
 }
 
 void Decoder::fetch_layer(LayerWeights& layer) {

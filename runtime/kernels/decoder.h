@@ -75,6 +75,7 @@ class Decoder {
     // Of thread 0, before a barrier: streamed weights are there for all threads after it.
     void fetch_layer(LayerWeights& layer);
     void fetch_head_piece(HeadPiece& piece);
+    void keep_reading(int thread);
 
     // Calls function(t) for this thread's share of [0, count).
     template <typename Function>

@@ -23,6 +23,7 @@ class DirectFile {
 
     const std::string& name() const { return name_; }
     int descriptor() const { return descriptor_; }
+    bool direct() const { return direct_.load(std::memory_order_relaxed); }
 
     // Reads all of the bytes, which are aligned; any number of threads at once. Returns what went wrong,
     // which is nothing where it is empty.

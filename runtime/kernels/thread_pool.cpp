@@ -16,6 +16,9 @@ namespace {
 // by the clock: a pause takes 10 times longer on some CPUs than on others.
 constexpr auto kSpinInStep = std::chrono::microseconds(200);
 constexpr auto kSpinBetweenSteps = std::chrono::microseconds(1500);
+// After which it lets others have the processor between two looks: the thread that it waits for may be
+// waiting for this one, as threads do that were woken on one processor.
+constexpr auto kSpinAlone = std::chrono::microseconds(5);
 constexpr int kPausesPerLook = 64;  // between two looks at the clock
 
 inline void pause() {
@@ -26,20 +29,22 @@ inline void pause() {
 #endif
 }
 
-void wait_while(const std::atomic<uint32_t>& value, uint32_t old, std::chrono::microseconds spin) {
-    const auto end = std::chrono::steady_clock::now() + spin;
-    do {
+void wait_while(const std::atomic<uint32_t>& value, uint32_t old, std::chrono::microseconds spin,
+                bool yields = false) {
+    const auto begin = std::chrono::steady_clock::now();
+    for (auto passed = begin - begin; passed < spin; passed = std::chrono::steady_clock::now() - begin) {
+        if (yields && passed > kSpinAlone) std::this_thread::yield();
         for (int i = 0; i < kPausesPerLook; ++i) {
             if (value.load(std::memory_order_acquire) != old) return;
             pause();
         }
-    } while (std::chrono::steady_clock::now() < end);
+    }
     while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
 }
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads) : threads_(threads) { start(); }
+ThreadPool::ThreadPool(int threads, bool yields) : threads_(threads), yields_(yields) { start(); }
 
 ThreadPool::~ThreadPool() {
     if (pid_ == static_cast<int>(getpid())) {
@@ -112,7 +117,7 @@ void ThreadPool::barrier() {
         phase_.store(phase + 1);
         phase_.notify_all();
     } else {
-        wait_while(phase_, phase, kSpinInStep);
+        wait_while(phase_, phase, kSpinInStep, yields_);
     }
 }
 

@@ -10,8 +10,10 @@ namespace nybble {
 
 class ThreadPool {
   public:
-    // `threads` counts the caller: 1 starts none.
-    explicit ThreadPool(int threads);
+    // `threads` counts the caller: 1 starts none. `yields`: a thread that waits in a step soon lets others
+    // have its processor, at the price of its share of it. Where steps wait for a disk their threads are
+    // often woken on one processor, and then wait for each other.
+    explicit ThreadPool(int threads, bool yields = false);
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
@@ -33,6 +35,7 @@ class ThreadPool {
     void loop(int thread, uint32_t seen);
 
     const int threads_;
+    const bool yields_;
     int pid_ = 0;  // after fork the child has none of the threads and starts its own
     std::vector<std::thread> workers_;
     Work work_ = nullptr;

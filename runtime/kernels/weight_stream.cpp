@@ -5,24 +5,21 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
+#include <thread>
 
 #include "aligned_buffer.h"
 #include "direct_file.h"
+#include "read_queue.h"
 #include "tile_rows.h"
 
 namespace nybble {
 namespace {
 
-// While one waits for a processor, the read of the other keeps the disk busy.
-constexpr size_t kReaders = 2;
-// Of one read: enough to keep a disk busy, and no more pages than it takes at once where none are huge. A row
-// that is asked for meanwhile waits for no more than that.
+// Of one read: enough to keep a disk busy, and no more pages than it takes at once where none are huge.
 constexpr size_t kPieceBytes = 512 << 10;
+constexpr size_t kRowReads = 4;    // rows that are read at once
 constexpr double kOneWait = 0.25;  // seconds
-// How long the end of a stream waits for reads that have begun.
-constexpr auto kPatience = std::chrono::milliseconds(500);
+constexpr double kPatience = 0.5;  // seconds that the end of a stream waits for reads that have begun
 
 // Aligned so that huge pages may back it: a disk takes a read into hundreds of scattered pages as several. A
 // forked child gets none of it: were a page shared with a child while the disk writes into it, the child
@@ -42,9 +39,8 @@ uint8_t* allocate_for_reads(AlignedBuffer& buffer, size_t bytes) {
 
 }  // namespace
 
-// What the readers share with the decoder's thread. They keep it alive: a read that is stuck in the kernel
-// may return after the stream has gone.
-struct WeightStream::Shared {
+// All that reads write to or need: it is kept until the last of them has ended.
+struct WeightStream::State {
     // A buffer of the ring.
     struct Slot {
         uint8_t* data = nullptr;
@@ -54,17 +50,20 @@ struct WeightStream::Shared {
         std::string problem;  // why its range cannot be read
     };
 
-    // One read.
+    // One read that is under way; its place among them is its tag.
     struct Read {
-        uint64_t epoch;
-        Slot* slot;  // null is a row
-        size_t range, at, bytes;
-        int row;
-        int32_t id;
+        ReadRequest request{};
+        bool under_way = false;
+        uint64_t epoch = 0, step = 0;
+        Slot* slot = nullptr;  // null is a row
+        size_t range = 0;
+        int row = 0;
+        int32_t id = 0;
+        size_t tile = 0, tile_at = 0;  // of the tiles that rows are read with; where the tile begins in it
     };
 
-    Shared(int descriptor, const std::string& name, const StreamSettings& s)
-        : settings(s), file(descriptor, name), slots(s.buffers) {
+    State(int descriptor, const std::string& name, const StreamSettings& s)
+        : settings(s), file(descriptor, name), slots(s.buffers), queue(file) {
         uint8_t* data = allocate_for_reads(ring, settings.buffer_bytes * slots.size());
         for (Slot& slot : slots) {
             slot.data = data;
@@ -72,14 +71,14 @@ struct WeightStream::Shared {
         }
         if (settings.matrix.rows > 0) {
             rows.allocate(row_bytes(settings.matrix) * kRowsAtOnce);
-            tiles = allocate_for_reads(scratch, scratch_bytes() * kReaders);
+            tiles = allocate_for_reads(scratch, scratch_bytes() * kRowReads);
         }
     }
 
     // What a tile takes wherever it lies, in whole units.
     size_t scratch_bytes() const {
         const size_t units = settings.matrix.tile_bytes() / kDirectAlignment + 2;
-        return settings.matrix.rows > 0 ? units * kDirectAlignment : 0;
+        return units * kDirectAlignment;
     }
 
     // Reading begins anew where a step does.
@@ -94,8 +93,8 @@ struct WeightStream::Shared {
         problem.clear();
     }
 
-    // The ranges that the readers may read of the step they are in: of one that has not begun, those that
-    // every step uses.
+    // The ranges that may be read of the step they are in: of one that has not begun, those that every step
+    // uses.
     size_t end_of_step() const { return ahead ? settings.every_step : step_end; }
 
     // When all of a step has been read, the next one's come.
@@ -110,74 +109,109 @@ struct WeightStream::Shared {
         if (failed || next == end_of_step()) return false;
         return taken > 0 || (issued - released < slots.size() && slots[issued % slots.size()].reads == 0);
     }
-    bool has_work() const { return rows_taken < row_count || may_read_range(); }
+    bool may_read_row() const {
+        return problem.empty() && rows_taken < row_count &&
+               std::find(tile_used, tile_used + kRowReads, false) != tile_used + kRowReads;
+    }
 
-    Read take() {
-        if (rows_taken < row_count) {
-            const int row = rows_taken++;
-            return {epoch, nullptr, 0, 0, 0, row, ids[row]};
+    // Begins the reads that may begin, rows first.
+    void issue() {
+        ReadRequest requests[ReadQueue::kMost];
+        size_t count = 0;
+        for (uint32_t tag = 0; tag < ReadQueue::kMost; ++tag) {
+            if (reads[tag].under_way) continue;
+            if (may_read_row()) {
+                requests[count++] = take_row(tag);
+            } else if (may_read_range()) {
+                requests[count++] = take_piece(tag);
+            } else {
+                break;
+            }
         }
+        if (count > 0) queue.start(requests, count);
+    }
+
+    ReadRequest take_row(uint32_t tag) {
+        const size_t tile =
+            static_cast<size_t>(std::find(tile_used, tile_used + kRowReads, false) - tile_used);
+        const int32_t id = ids[rows_taken];
+        const size_t bytes = settings.matrix.tile_bytes();
+        const int64_t begin = settings.matrix_offset + static_cast<int64_t>(bytes) * (id / kTileRows);
+        const size_t at = static_cast<size_t>(begin) % kDirectAlignment;
+        const size_t whole = (at + bytes + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
+        tile_used[tile] = true;
+        const ReadRequest request{tag, begin - static_cast<int64_t>(at), whole,
+                                  tiles + scratch_bytes() * tile};
+        reads[tag] = {request, true, epoch, step, nullptr, 0, rows_taken++, id, tile, at};
+        return request;
+    }
+
+    ReadRequest take_piece(uint32_t tag) {
         Slot& slot = slots[issued % slots.size()];
         const FileRange& range = settings.ranges[next];
         if (taken == 0) {
             slot.range = next;
             slot.missing = range.bytes;
         }
-        const Read read{epoch, &slot, next, taken, std::min(kPieceBytes, range.bytes - taken), 0, 0};
+        const size_t bytes = std::min(kPieceBytes, range.bytes - taken);
+        const ReadRequest request{tag, range.offset + static_cast<int64_t>(taken), bytes, slot.data + taken};
+        reads[tag] = {request, true, epoch, step, &slot, next, 0, 0, 0, 0};
         ++slot.reads;
-        taken += read.bytes;
+        taken += bytes;
         if (taken == range.bytes) {
             taken = 0;
             ++issued;
             ++next;
             turn();
         }
-        return read;
+        return request;
     }
 
-    // Reads without the lock.
-    std::string perform(const Read& read, uint8_t* tile, size_t& tile_at) const {
-        if (read.slot != nullptr) {
-            return file.read(settings.ranges[read.range].offset + static_cast<int64_t>(read.at), read.bytes,
-                             read.slot->data + read.at);
+    // Takes note of reads that have ended, of which it waits up to so many seconds for the first; whether
+    // there are any.
+    bool take_ended(double seconds) {
+        ReadEnd ends[ReadQueue::kMost];
+        const size_t count = queue.take(seconds, ends);
+        for (size_t i = 0; i < count; ++i) finish(reads[ends[i].tag], ends[i].problem);
+        return count > 0;
+    }
+
+    void finish(Read& read, const std::string& reason) {
+        // What failed while it was read ahead is tried again now that it is needed.
+        if (!reason.empty() && read.epoch == epoch && read.step != step) {
+            read.step = step;
+            return queue.start(&read.request, 1);
         }
-        const size_t bytes = settings.matrix.tile_bytes();
-        const int64_t begin = settings.matrix_offset + static_cast<int64_t>(bytes) * (read.id / kTileRows);
-        tile_at = static_cast<size_t>(begin) % kDirectAlignment;
-        const size_t whole = (tile_at + bytes + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
-        return file.read(begin - static_cast<int64_t>(tile_at), whole, tile);
-    }
-
-    void finish(const Read& read, const std::string& reason, const uint8_t* tile) {
-        ++progress;
-        if (read.slot != nullptr) --read.slot->reads;
-        if (read.epoch != epoch) return work.notify_all();  // its buffer may have been waited for
+        read.under_way = false;
+        if (read.slot != nullptr) {
+            --read.slot->reads;
+        } else {
+            tile_used[read.tile] = false;
+        }
+        if (read.epoch != epoch) return;
         if (read.slot == nullptr) {
             if (!reason.empty()) return fail(problem, "the embedding", reason);
-            copy_row(settings.matrix, tile, read.id % kTileRows,
+            copy_row(settings.matrix, tiles + scratch_bytes() * read.tile + read.tile_at, read.id % kTileRows,
                      rows.data() + row_bytes(settings.matrix) * read.row);
-            if (--rows_missing == 0) done.notify_one();
+            --rows_missing;
         } else {
             if (!reason.empty()) return fail(read.slot->problem, settings.ranges[read.range].name, reason);
-            read.slot->missing -= read.bytes;
-            if (read.slot->missing == 0) done.notify_one();
+            read.slot->missing -= read.request.bytes;
         }
     }
 
     void fail(std::string& into, const std::string& what, const std::string& reason) {
         failed = true;
         into = file.name() + ": reading " + what + ": " + reason;
-        done.notify_one();
     }
 
     // Waits until `ready`, for reads of `what`. False where `trouble` says why it will not be, or no read
-    // ends for too long: then the stream's problem is that. Time is counted in short waits, so that a process
-    // that was stopped for a while finds its reads and not a limit that has passed.
+    // ends for too long: then the stream's problem is that. Of a wait no more time is counted than was asked
+    // for, so that a process that was stopped for a while finds its reads and not a limit that has passed.
     template <typename Ready>
-    bool await(std::unique_lock<std::mutex>& lock, const std::string& what, const std::string& trouble,
-               Ready ready) {
-        using Seconds = std::chrono::duration<double>;
-        uint64_t seen = progress;
+    bool await(const std::string& what, const std::string& trouble, Ready ready) {
+        take_ended(0);
+        issue();
         double left = settings.timeout;
         while (!ready()) {
             if (!trouble.empty()) {
@@ -189,10 +223,13 @@ struct WeightStream::Shared {
                 return false;
             }
             const double slice = std::min(left, kOneWait);
-            if (done.wait_for(lock, Seconds(slice)) == std::cv_status::timeout) left -= slice;
-            if (progress != seen) {
-                seen = progress;
+            const auto begin = std::chrono::steady_clock::now();
+            if (take_ended(slice)) {
                 left = settings.timeout;
+                issue();
+            } else {
+                const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
+                left -= std::min(slice, passed.count());
             }
         }
         return true;
@@ -208,10 +245,9 @@ struct WeightStream::Shared {
     const StreamSettings settings;
     const DirectFile file;
     AlignedBuffer ring, scratch;
-    uint8_t* tiles = nullptr;  // of each reader scratch_bytes(): a tile of the matrix
+    uint8_t* tiles = nullptr;  // scratch_bytes() each: tiles of the matrix that rows are read with
+    bool tile_used[kRowReads] = {};
 
-    std::mutex mutex;  // guards what follows
-    std::condition_variable work, done;
     std::vector<Slot> slots;
     uint64_t issued = 0, acquired = 0, released = 0;  // ranges: read to the end or nearly so, in use, used
     size_t next = 0, taken = 0;                       // the range that is being read, and its bytes so far
@@ -220,125 +256,90 @@ struct WeightStream::Shared {
     AlignedBuffer rows;
     int32_t ids[kRowsAtOnce];
     int row_count = 0, rows_taken = 0, rows_missing = 0;
-    uint64_t epoch = 0;     // reads that began before a failure are of an earlier one
-    uint64_t progress = 0;  // reads that have ended
-    bool failed = false;    // nothing more is read
-    std::string problem;    // of the step
-    bool stop = false;
-    size_t running = 0;  // readers
+    uint64_t step = 0;
+    uint64_t epoch = 0;   // reads that began before a failure are of an earlier one
+    bool failed = false;  // nothing more is read
+    std::string problem;  // of the step
+
+    Read reads[ReadQueue::kMost];  // by tag
+    ReadQueue queue;               // ends before what it reads into
 };
 
 WeightStream::WeightStream(int descriptor, const std::string& file, StreamSettings settings)
     : settings_(std::move(settings)),
-      shared_(std::make_shared<Shared>(descriptor, file, settings_)),
+      state_(std::make_unique<State>(descriptor, file, settings_)),
       pid_(getpid()) {}
 
 WeightStream::~WeightStream() {
     if (pid_ != getpid()) {
-        abandon();
+        state_.release();
         return;
     }
-    bool ended;
-    {
-        std::unique_lock lock(shared_->mutex);
-        shared_->stop = true;
-        shared_->work.notify_all();
-        ended = shared_->done.wait_for(lock, kPatience, [&] { return shared_->running == 0; });
+    const auto begin = std::chrono::steady_clock::now();
+    for (double left = kPatience; state_->queue.under_way() > 0 && left > 0;) {
+        state_->take_ended(left);
+        left = kPatience - std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     }
-    for (std::thread& reader : readers_) {
-        if (ended) {
-            reader.join();
-        } else {
-            reader.detach();
-        }
+    if (state_->queue.under_way() == 0) return;
+    State* stuck = state_.release();
+    try {
+        std::thread([stuck] { delete stuck; }).detach();
+    } catch (const std::system_error&) {  // no thread can be had: what is stuck stays
     }
 }
 
-// After fork the readers are the parent's, and one of them may have held the lock: all of it is left as it
-// is.
-void WeightStream::abandon() {
-    new std::shared_ptr<Shared>(std::move(shared_));
-    new std::vector<std::thread>(std::move(readers_));
-    readers_.clear();
-}
-
-void WeightStream::start() {
-    if (pid_ != getpid()) {
-        auto anew = std::make_shared<Shared>(shared_->file.descriptor(), shared_->file.name(), settings_);
-        abandon();
-        shared_ = std::move(anew);
-        pid_ = getpid();
-        in_step_ = false;
-    }
-    while (readers_.size() < kReaders) {
-        const auto read = [shared = shared_, reader = readers_.size()] {
-            uint8_t* tile = shared->tiles + shared->scratch_bytes() * reader;
-            std::unique_lock lock(shared->mutex);
-            for (;;) {
-                shared->work.wait(lock, [&] { return shared->stop || shared->has_work(); });
-                if (shared->stop) break;
-                const Shared::Read read = shared->take();
-                size_t tile_at = 0;
-                lock.unlock();
-                const std::string reason = shared->perform(read, tile, tile_at);
-                lock.lock();
-                shared->finish(read, reason, tile + tile_at);
-            }
-            --shared->running;
-            shared->done.notify_one();
-        };
-        const std::lock_guard lock(shared_->mutex);
-        readers_.emplace_back(read);
-        ++shared_->running;
-    }
-}
-
-void WeightStream::begin_step(bool all) {
-    start();
-    const std::lock_guard lock(shared_->mutex);
-    Shared& s = *shared_;
-    // What was read ahead and failed is tried again.
-    if (in_step_ || s.failed) s.rewind();
-    in_step_ = true;
-    s.step_end = all ? settings_.ranges.size() : settings_.every_step;
-    s.ahead = false;
-    s.turn();
-    s.work.notify_all();
-}
-
-void WeightStream::end_step() {
-    const std::lock_guard lock(shared_->mutex);
-    if (!shared_->problem.empty()) throw StreamError(shared_->problem);
+// After fork the reads and the queue are the parent's: all of it is left as it is.
+void WeightStream::after_fork() {
+    auto anew = std::make_unique<State>(state_->file.descriptor(), state_->file.name(), settings_);
+    state_.release();
+    state_ = std::move(anew);
+    pid_ = getpid();
     in_step_ = false;
 }
 
+void WeightStream::begin_step(bool all) {
+    if (pid_ != getpid()) after_fork();
+    State& s = *state_;
+    if (in_step_ || s.failed) s.rewind();
+    in_step_ = true;
+    ++s.step;
+    s.step_end = all ? settings_.ranges.size() : settings_.every_step;
+    s.ahead = false;
+    s.turn();
+    advance();
+}
+
+void WeightStream::end_step() {
+    if (!state_->problem.empty()) throw StreamError(state_->problem);
+    in_step_ = false;
+    advance();
+}
+
+void WeightStream::advance() {
+    if (state_->queue.under_way() > 0) state_->take_ended(0);
+    state_->issue();
+}
+
 const uint8_t* WeightStream::acquire() {
-    Shared& s = *shared_;
-    std::unique_lock lock(s.mutex);
+    State& s = *state_;
     if (!s.problem.empty()) return nullptr;
-    Shared::Slot& slot = s.slots[s.acquired % s.slots.size()];
+    State::Slot& slot = s.slots[s.acquired % s.slots.size()];
     const size_t range = s.acquired < s.issued ? slot.range : s.next;
     const auto ready = [&] { return s.acquired < s.issued && slot.missing == 0; };
-    if (!s.await(lock, settings_.ranges[range].name, slot.problem, ready)) return nullptr;
+    if (!s.await(settings_.ranges[range].name, slot.problem, ready)) return nullptr;
     ++s.acquired;
     return slot.data;
 }
 
-void WeightStream::release() {
-    const std::lock_guard lock(shared_->mutex);
-    ++shared_->released;
-    shared_->work.notify_one();
-}
+void WeightStream::release() { ++state_->released; }
 
 const uint8_t* WeightStream::rows(const int32_t* ids, int count) {
-    Shared& s = *shared_;
-    std::unique_lock lock(s.mutex);
+    State& s = *state_;
     if (!s.problem.empty()) return nullptr;
     std::copy_n(ids, count, s.ids);
     s.row_count = s.rows_missing = count;
     s.rows_taken = 0;
-    s.work.notify_all();
-    if (!s.await(lock, "the embedding", s.problem, [&] { return s.rows_missing == 0; })) return nullptr;
+    if (!s.await("the embedding", s.problem, [&] { return s.rows_missing == 0; })) return nullptr;
     return s.rows.data();
 }
 

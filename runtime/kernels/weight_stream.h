@@ -1,6 +1,6 @@
 // Weights that do not stay in memory: parts of a file that are read again in every step, in one order and
-// ahead of their use, into a ring of buffers; and single rows of a matrix. Threads of its own read; they
-// start with the first step, and sleep when the ring is full.
+// ahead of their use, into a ring of buffers; and single rows of a matrix. Nothing is read before the first
+// step.
 #pragma once
 
 #include <sys/types.h>
@@ -10,7 +10,6 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "layout.h"
@@ -48,7 +47,7 @@ class WeightStream {
     // Reads from the file that `descriptor` has open, as a descriptor of its own. Throws std::system_error
     // and std::bad_alloc.
     WeightStream(int descriptor, const std::string& file, StreamSettings settings);
-    // Does not wait long for a read that is stuck: its thread then keeps the buffers until it returns.
+    // Does not wait long for a read that is stuck: the buffers are then kept until it returns.
     ~WeightStream();
     WeightStream(const WeightStream&) = delete;
     WeightStream& operator=(const WeightStream&) = delete;
@@ -57,7 +56,12 @@ class WeightStream {
     void begin_step(bool all);
     void end_step();
 
-    // The next range, when it has been read; it stays until it is released. Ranges are released in order.
+    // Looks which reads have ended, and begins those for which there is room: between the parts of a step's
+    // work, so that the disk always has some.
+    void advance();
+
+    // The next range, when it has been read; it stays until it is released. Ranges are released in order;
+    // what is read into a released buffer begins with the next `advance` or wait.
     const uint8_t* acquire();
     void release();
 
@@ -65,14 +69,12 @@ class WeightStream {
     const uint8_t* rows(const int32_t* ids, int count);
 
   private:
-    struct Shared;
+    struct State;
 
-    void start();
-    void abandon();
+    void after_fork();
 
     const StreamSettings settings_;
-    std::shared_ptr<Shared> shared_;
-    std::vector<std::thread> readers_;
+    std::unique_ptr<State> state_;
     pid_t pid_;
     bool in_step_ = false;
 };

@@ -24,11 +24,15 @@ def faulty_reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["asynchronous", "synchronous"])
 def reports(
-    faulty_reads: Path, tiny_artifact: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    faulty_reads: Path,
+    tiny_artifact: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, dict[str, object]]:
-    """What the child reported, by fault; its end under "closed"."""
+    """What the child reported, by fault; its end under "closed". With asynchronous reads, where this system
+    has them, and with threads that read."""
     folder = tmp_path_factory.mktemp("faulty")
     artifact = folder / "artifact"
     shutil.copytree(tiny_artifact, artifact)
@@ -38,6 +42,8 @@ def reports(
         "FAULTY_FILE": "/packed.bin",
         "FAULTY_HOW": str(folder / "how"),
     }
+    if request.param == "synchronous":
+        environment["FAULTY_SYNCHRONOUS"] = "1"
     ran = subprocess.run(
         [sys.executable, str(SUPPORT / "faulty_disk.py"), str(artifact)],
         env=environment,
@@ -47,6 +53,11 @@ def reports(
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    asynchronous = (folder / "how.asynchronous").exists()
+    if request.param == "synchronous":
+        assert not asynchronous
+    elif not asynchronous:
+        pytest.skip("this system has no asynchronous reads of this file")
     lines = [json.loads(line) for line in ran.stdout.splitlines()]
     return {str(line.get("how", "closed")): line for line in lines}
 

@@ -99,10 +99,10 @@ struct RandomLinear {
 RandomLinear random_linear(Random& random, int rows, int columns, int bits, nybble::WeightKind kind,
                            int slices_per_group);
 
-// A file that is gone with it.
+// A file that is gone with it: on a disk, or in memory.
 class TemporaryFile {
   public:
-    explicit TemporaryFile(const std::vector<uint8_t>& content);
+    explicit TemporaryFile(const std::vector<uint8_t>& content, bool in_memory = false);
     ~TemporaryFile();
     int descriptor() const { return descriptor_; }
     void resize(size_t bytes) const;

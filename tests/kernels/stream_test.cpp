@@ -1,5 +1,6 @@
 // Streamed weights: what is read of a file while other threads compute, and the bits of resident weights.
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -14,12 +15,13 @@
 
 namespace kernel_test {
 
-TemporaryFile::TemporaryFile(const std::vector<uint8_t>& content) {
+TemporaryFile::TemporaryFile(const std::vector<uint8_t>& content, bool in_memory) {
     char path[] = "/tmp/nybble-kernel-test-XXXXXX";
-    descriptor_ = mkstemp(path);
+    descriptor_ = in_memory ? memfd_create("nybble-kernel-test", MFD_CLOEXEC) : mkstemp(path);
     check(descriptor_ >= 0, "a temporary file can be made");
-    unlink(path);
+    if (!in_memory) unlink(path);
     write(content);
+    fsync(descriptor_);  // what is not on the disk yet is read otherwise
 }
 
 TemporaryFile::~TemporaryFile() { close(descriptor_); }
@@ -107,37 +109,40 @@ bool fails(WeightStream& stream, size_t ranges, const std::string& what) {
     return false;
 }
 
-void check_ranges(Random& random) {
-    for (int buffers : {2, 3, 7}) {
-        current_case() = "ranges through " + std::to_string(buffers) + " buffers";
-        const Ranges ranges(random, buffers);
-        const TemporaryFile file(ranges.content);
-        WeightStream stream(file.descriptor(), "the file", ranges.settings);
-        for (int step = 0; step < 12; ++step) ranges.step(stream, random.below(2) == 0);
+// A file in memory has no asynchronous reads.
+void check_ranges(Random& random, int buffers, bool in_memory) {
+    current_case() =
+        "ranges through " + std::to_string(buffers) + " buffers" + (in_memory ? ", in memory" : "");
+    const Ranges ranges(random, buffers);
+    const TemporaryFile file(ranges.content, in_memory);
+    WeightStream stream(file.descriptor(), "the file", ranges.settings);
+    for (int step = 0; step < 12; ++step) ranges.step(stream, random.below(2) == 0);
 
-        // A step that is left before its end is followed by a whole one.
-        stream.begin_step(true);
-        stream.acquire();
-        ranges.step(stream, true);
+    // A step that is left before its end is followed by a whole one.
+    stream.begin_step(true);
+    stream.acquire();
+    ranges.step(stream, true);
 
-        file.resize(ranges.settings.ranges[3].offset);
-        check(fails(stream, 4, "the file: reading range: only 0 of "), "a range past the end is an error");
-        check(fails(stream, 4, "the file: reading range: only 0 of "), "so it is in the next step");
-        file.write(ranges.content);
-        for (int step = 0; step < 4; ++step) ranges.step(stream, true);
+    file.resize(ranges.settings.ranges[3].offset);
+    check(fails(stream, 4, "the file: reading range: only 0 of "), "a range past the end is an error");
+    check(fails(stream, 4, "the file: reading range: only 0 of "), "so it is in the next step");
+    file.write(ranges.content);
+    for (int step = 0; step < 4; ++step) ranges.step(stream, true);
 
-        // What fails while it is read ahead is read again when it is needed.
-        stream.begin_step(false);
-        for (size_t i = 0; i < ranges.settings.every_step; ++i) {
-            check(stream.acquire() != nullptr, "a range is read");
-            if (i + 1 == ranges.settings.every_step) file.resize(0);
-            stream.release();
-        }
-        stream.end_step();
-        usleep(20000);
-        file.write(ranges.content);
-        ranges.step(stream, true);
+    // What fails while it is read ahead is read again when it is needed.
+    stream.begin_step(false);
+    for (size_t i = 0; i < ranges.settings.every_step; ++i) {
+        check(stream.acquire() != nullptr, "a range is read");
+        if (i + 1 == ranges.settings.every_step) file.resize(0);
+        stream.release();
     }
+    stream.end_step();
+    usleep(20000);
+    file.write(ranges.content);
+    ranges.step(stream, true);
+}
+
+void check_ends(Random& random) {
     current_case() = "streams that end";
     const Ranges ranges(random, 3);
     const TemporaryFile file(ranges.content);
@@ -225,7 +230,10 @@ void check_decoder(Random& random, const Kernels& kernels, Results& results) {
 void test_stream(const Kernels& kernels, Results& results) {
     Random random(8);
     check_rows(random);
-    check_ranges(random);
+    for (int buffers : {2, 3, 7}) {
+        for (bool in_memory : {false, true}) check_ranges(random, buffers, in_memory);
+    }
+    check_ends(random);
     check_decoder(random, kernels, results);
 }
 

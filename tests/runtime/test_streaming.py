@@ -193,17 +193,21 @@ def test_a_forked_child_and_its_parent_both_go_on(tied: Model, steps_before: int
     assert check()
 
 
-def test_nothing_is_read_before_the_first_step(tied: Model) -> None:
-    def threads() -> int:
-        return len(os.listdir("/proc/self/task"))
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="reads Linux's /proc")
+def test_nothing_is_read_before_the_first_step_and_no_thread_is_left(tied: Model) -> None:
+    def so_far() -> tuple[int, int]:
+        """Threads, and bytes read from disks."""
+        (line,) = (x for x in Path("/proc/self/io").read_text().splitlines() if x.startswith("read_bytes"))
+        return len(os.listdir("/proc/self/task")), int(line.split()[1])
 
-    before = threads()
-    executor = tied.executor(EVERYTHING, threads=1)
-    assert threads() == before
+    source = tied.open(EVERYTHING)
+    before = so_far()
+    executor = CpuExecutor.from_packed(source, threads=1, residency=EVERYTHING)
+    executor.allocate_kv(tied.pages.num_blocks, tied.pages.page_size, "f16")
+    assert so_far() == before
     tied.steps(executor)
-    assert threads() > before
     executor.close()
-    assert threads() == before
+    assert so_far()[0] == before[0]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])

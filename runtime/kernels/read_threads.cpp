@@ -1,0 +1,54 @@
+#include "read_threads.h"
+
+#include <chrono>
+#include <utility>
+
+namespace nybble {
+
+// While one waits for a processor, the read of the other keeps the disk busy.
+constexpr size_t kThreads = 2;
+
+ReadThreads::~ReadThreads() {
+    {
+        const std::lock_guard lock(mutex_);
+        stop_ = true;
+        work_.notify_all();
+    }
+    for (std::thread& thread : threads_) thread.join();
+}
+
+void ReadThreads::start(const ReadRequest& request) {
+    while (threads_.size() < kThreads) threads_.emplace_back([this] { read(); });
+    ++under_way_;
+    const std::lock_guard lock(mutex_);
+    waiting_[(first_ + waiting_count_++) % kMostReads] = request;
+    work_.notify_one();
+}
+
+size_t ReadThreads::take(double seconds, ReadEnd* ends) {
+    std::unique_lock lock(mutex_);
+    const auto some = [this] { return ended_count_ > 0; };
+    if (seconds > 0) done_.wait_for(lock, std::chrono::duration<double>(seconds), some);
+    const size_t count = std::exchange(ended_count_, 0);
+    for (size_t i = 0; i < count; ++i) ends[i] = std::exchange(ended_[i], {});
+    under_way_ -= count;
+    return count;
+}
+
+void ReadThreads::read() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        work_.wait(lock, [this] { return stop_ || waiting_count_ > 0; });
+        if (stop_) return;
+        const ReadRequest request = waiting_[first_];
+        first_ = (first_ + 1) % kMostReads;
+        --waiting_count_;
+        lock.unlock();
+        std::string problem = file_.read(request.offset, request.bytes, request.into);
+        lock.lock();
+        ended_[ended_count_++] = {request.tag, std::move(problem)};
+        done_.notify_one();
+    }
+}
+
+}  // namespace nybble
