@@ -47,6 +47,12 @@ test: $(SETUP) lint types
 	.venv-gptqmodel/bin/pip install --quiet --constraint constraints.txt optimum
 	touch $@
 
+.venv-bnb/.setup: constraints.txt
+	$(PYTHON) -m venv .venv-bnb
+	.venv-bnb/bin/pip install --quiet --upgrade pip
+	.venv-bnb/bin/pip install --quiet --constraint constraints.txt torch transformers==5.24.0 accelerate bitsandbytes==0.50.2
+	touch $@
+
 .venv-llamacpp/.setup:
 	$(PYTHON) -m venv .venv-llamacpp
 	.venv-llamacpp/bin/pip install --quiet --upgrade pip
@@ -73,13 +79,14 @@ test: $(SETUP) lint types
 	BUILD_CUDA_EXT=0 .venv-autogptq/bin/pip install --quiet --no-deps --no-build-isolation auto-gptq==0.7.1
 	touch $@
 
-INTEROP := .venv-gptqmodel/.setup .venv-genai/.setup
+INTEROP := .venv-gptqmodel/.setup .venv-genai/.setup .venv-bnb/.setup
 
 # What we write in the runtimes of others, and what they write in ours. (llama.cpp takes long to build: test-full.)
 interop: $(SETUP) $(INTEROP)
 	$(BIN)/python -m pytest -m "interop and not slow" $(PYTEST_ARGS)
 
 interop test-full: export NYBBLE_GPTQMODEL_PYTHON := $(CURDIR)/.venv-gptqmodel/bin/python
+interop test-full: export NYBBLE_BNB_PYTHON := $(CURDIR)/.venv-bnb/bin/python
 test-full: export NYBBLE_LLAMACPP_PYTHON := $(CURDIR)/.venv-llamacpp/bin/python
 interop test-full: export NYBBLE_GENAI_PYTHON := $(CURDIR)/.venv-genai/bin/python
 interop test-full: export GPTQMODEL_CPU_WORKERS := 2

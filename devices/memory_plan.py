@@ -9,7 +9,7 @@ from ..quant.recipe import Recipe
 from .profile import DeviceProfile, KvDtype
 from .residency import ResidencyPlan
 
-Half = Literal["onnx", "gptq", "gguf"]  # what the weights are read from
+Half = Literal["onnx", "gptq", "bnb", "gguf"]  # what the weights are read from
 ExecutorKind = Literal["cpu", "ort"]
 
 # A tokenizer's tables: 16 MB for 49,152 tokens. A GGUF file's metadata, which it is built from, adds 9.
@@ -28,7 +28,7 @@ class RunSettings:
 
     None takes the profile's value; `context` None is the model's own where that is shorter. `recipe` None is
     an unquantized model. `half` is what the model is read from: `OrtExecutor` maps the ONNX half's weights
-    and holds the GPTQ half's in memory as well; for `CpuExecutor` both are the same. A GGUF file, which only
+    and holds a checkpoint's in memory as well; for `CpuExecutor` both are the same. A GGUF file, which only
     that one runs, has no recipe; `linear_bytes` are those of each of its linear layers' tiles. `residency`
     None holds all weights in memory. Raises `SettingError` for a setting out of range.
     """

@@ -59,7 +59,8 @@ def plan_on_ort(run: RunSettings) -> MemoryPlan:
 def _on_cpu(plan: MemoryPlan, run: RunSettings) -> MemoryPlan:
     """What `MatMulNBits` on the CPU provider was seen to hold: every matrix packed into private memory with
     its float32 scales and as many sums. Of the mapped file the integers are given back, the scales stay, and
-    so does the embedding, which is read by row and shared with a tied head. Float matrices are packed too.
+    so does the embedding, which is read by row and shared with a tied head. Float matrices are packed too;
+    those in NF4 are not: `MatMulBnb4` reads them from the file in every run.
     """
     spec, recipe = run.spec, run.recipe
     floats = 4 * float_elements(spec)
@@ -77,8 +78,11 @@ def _on_cpu(plan: MemoryPlan, run: RunSettings) -> MemoryPlan:
         mapped += 0 if spec.tied_embeddings else 4 * head.scales
         given = mapped + sum(m.data for m in (matrices if spec.tied_embeddings else multiplied))
         loading = max(head.data, 2 * max(m.data for m in matrices))  # gate and up are one operator
+        if recipe.method == "nf4":
+            packed = head.data + 8 * head.scales
+            mapped += sum(m.data for m in matrices)
     session = IMPORTS + SESSION + SESSION_PER_LAYER * spec.num_layers
-    # Unpacking a GPTQ half leaves freed heap behind, about a largest matrix of it.
+    # Unpacking a checkpoint leaves freed heap behind, about a largest matrix of it.
     weights = mapped if run.half == "onnx" else given + loading
     kinds = _Kinds.of(weights, run)
     return replace(
@@ -116,7 +120,10 @@ def _activations(run: RunSettings) -> int:
     decode of all sequences, whichever is more; and the logits."""
     chunk = min(run.tokens, run.length, RUN_TOKENS)
     steps = [_step(run, 1, chunk), _step(run, run.sequences, 1)]
-    return int(ARENA * max(steps)) + 4 * run.spec.vocab_size * run.logit_rows
+    largest = max(steps)
+    if run.recipe is not None and run.recipe.method == "nf4":  # one operator's weights at a time, as floats
+        largest += 4 * 2 * run.spec.intermediate_size * run.spec.hidden_size
+    return int(ARENA * largest) + 4 * run.spec.vocab_size * run.logit_rows
 
 
 def _step(run: RunSettings, sequences: int, tokens: int) -> int:

@@ -11,8 +11,10 @@ from ..models.config import spec_from_config
 from ..models.config_reader import read_bounded, read_json_object, regular_file_size, shown
 from ..models.spec import ModelSpec
 from .atomic import recover
+from .bnb_reader import BnbWeights
+from .checkpoint_weights import CheckpointWeights
 from .gptq_reader import GptqWeights
-from .manifest import FORMATS, MANIFEST_NAME, FileEntry, Format, Manifest, read_manifest
+from .manifest import FORMATS, MANIFEST_NAME, FileEntry, Format, Manifest, checkpoint_of, read_manifest
 from .weights import LogicalWeights
 
 MAX_TOKENIZER_BYTES = 128 << 20
@@ -72,13 +74,13 @@ class Artifact:
         return self.manifest.onnx_contract != "genai"
 
     def chosen(self, format: str = "auto", preferred: Format = "gptq") -> Format:
-        """The half that `format` ("auto", "gptq" or "onnx") means here; "auto" is `preferred` where that is
-        on the disk. Raises `ModelFormatError` for a half that is not there."""
+        """The half that `format` ("auto", "gptq", "bnb" or "onnx") means here; "auto" is `preferred` where
+        that is on the disk, else the first that is. Raises `ModelFormatError` for one that is not there."""
         if format == "auto":
             format = preferred if preferred in self.formats else self.formats[0]
         if format not in FORMATS:
             raise SettingError(f"format is {format!r}; expected auto, {' or '.join(FORMATS)}")
-        half: Format = "gptq" if format == "gptq" else "onnx"
+        half = FORMATS[FORMATS.index(format)]
         if half not in self.formats:
             has = " and ".join(self.formats)
             raise ModelFormatError(f"{self.folder}: has no {half} half; it has {has}")
@@ -86,11 +88,17 @@ class Artifact:
 
     def weights(self, format: str = "auto") -> LogicalWeights:
         """The tensors of a half, read one at a time when asked for. Raises `ModelFormatError`."""
-        if self.chosen(format) == "gptq":
-            return GptqWeights(self.folder)
+        if self.chosen(format) != "onnx":
+            return self.checkpoint()
         from .onnx_reader import OnnxWeights
 
         return OnnxWeights(self.onnx_path)
+
+    def checkpoint(self) -> CheckpointWeights:
+        """The tensors of the half that is a Hugging Face checkpoint; close it. Raises `ModelFormatError`."""
+        if self.chosen(checkpoint_of(self.manifest.recipe)) == "bnb":
+            return BnbWeights(self.folder)
+        return GptqWeights(self.folder)
 
 
 def open_artifact(path: str | Path, format: str = "auto") -> Artifact:

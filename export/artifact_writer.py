@@ -16,20 +16,24 @@ from ..quant.packing import HEAD_BITS, HEAD_GROUP_SIZE, CheckpointFormat
 from ..quant.recipe import Recipe
 from .artifact import GENAI_CONFIG, GENAI_GRAPH, ONNX_FOLDER, QUANTIZE_CONFIG
 from .atomic import check_output, check_space, new_folder
+from .bnb import plan_bnb, write_bnb
+from .bnb_config import BnbConfig
 from .genai_config import genai_config
-from .gptq import INDEX_NAME, SHARD_LIMIT, plan_gptq, write_gptq
+from .gptq import plan_gptq, write_gptq
 from .gptq_config import REFUSES_SHORT_GROUPS, GptqConfig
 from .manifest import (
     FORMATS,
     MANIFEST_NAME,
     ONNX_CONTRACTS,
+    Checkpoint,
     FileEntry,
     Format,
     Manifest,
     OnnxContract,
     check_file_name,
+    checkpoint_of,
 )
-from .safetensors_writer import file_sha256
+from .safetensors_writer import INDEX_NAME, SHARD_LIMIT, file_sha256
 from .weights import QuantizedModelWeights
 
 log = logging.getLogger("nybble.export")
@@ -40,15 +44,18 @@ CHECKPOINT_FORMATS: tuple[CheckpointFormat, ...] = get_args(CheckpointFormat)
 SPACE_MARGIN_BYTES = 8 << 20
 
 
-def check_formats(formats: Sequence[str]) -> tuple[Format, ...]:
-    """The formats in their fixed order. Raises `SettingError` for an unknown one or none,
-    `MissingDependencyError` where writing one needs a package that is not installed. Worth calling before
-    hours of quantizing, like `check_output`."""
-    chosen = tuple(f for f in FORMATS if f in formats)
-    unknown = [f for f in formats if f not in FORMATS]
+def check_formats(formats: Sequence[str] | None, recipe: Recipe) -> tuple[Format, ...]:
+    """The formats in their fixed order; None is all that the recipe's weights have. Raises `SettingError` for
+    an unknown one or none, `MissingDependencyError` where writing one needs a package that is not installed.
+    Worth calling before hours of quantizing, like `check_output`."""
+    possible: tuple[Format, ...] = (checkpoint_of(recipe), "onnx")
+    chosen = tuple(f for f in possible if formats is None or f in formats)
+    unknown = [f for f in formats or () if f not in possible]
     if unknown or not chosen:
-        found = repr(unknown[0]) if unknown else "empty"
-        raise SettingError(f"formats is {found}; expected {' or '.join(FORMATS)}, or both")
+        found, why = repr(unknown[0]) if unknown else "empty", ""
+        if unknown and unknown[0] in FORMATS:
+            why = f" with method {recipe.method}"
+        raise SettingError(f"formats is {found}; expected {' or '.join(possible)}, or both{why}")
     if "onnx" in chosen:
         import_module(".onnx_dependency", __package__)
     return chosen
@@ -66,7 +73,9 @@ def check_onnx_contract(contract: str, formats: Sequence[str]) -> OnnxContract:
 
 def artifact_bytes(spec: ModelSpec, recipe: Recipe) -> dict[Format, int]:
     """About how many bytes each half takes on the disk, known before anything is quantized."""
-    gptq = sum(shard.nbytes for shard in plan_gptq(spec, recipe.bits, recipe.group_size))
+    half, shards = checkpoint_of(recipe), plan_gptq(spec, recipe.bits, recipe.group_size)
+    if half == "bnb":
+        shards = plan_bnb(spec, recipe)
     onnx = 0
     for name, shape in spec.tensors().items():
         if name in spec.float_names:
@@ -75,7 +84,7 @@ def artifact_bytes(spec: ModelSpec, recipe: Recipe) -> dict[Format, int]:
             onnx += _quantized_bytes(shape, HEAD_BITS, HEAD_GROUP_SIZE)
         else:
             onnx += _quantized_bytes(shape, recipe.bits, recipe.group_size)
-    return {"gptq": gptq, "onnx": onnx}
+    return {half: sum(shard.nbytes for shard in shards), "onnx": onnx}
 
 
 def _quantized_bytes(shape: tuple[int, ...], bits: int, group_size: int) -> int:
@@ -89,7 +98,7 @@ def write_artifact(
     model: QuantizedModel,
     out: Path,
     *,
-    formats: Sequence[str] = FORMATS,
+    formats: Sequence[str] | None = None,
     checkpoint_format: str = "auto",
     onnx_contract: str = "paged",
     overwrite: bool = False,
@@ -99,17 +108,19 @@ def write_artifact(
 ) -> Manifest:
     """Writes the artifact folder `out`. Until it is whole, the previous one or none is there.
 
-    `checkpoint_format` "auto" is "gptq", and "gptq_v2" where zero points are stored: GPTQModel refuses those
-    in the older format. `onnx_contract` says whose graphs the ONNX half has: "paged" `OrtExecutor`'s, "genai"
-    onnxruntime-genai's, or "both". `progress(stage, done, total)` counts bytes. `quality` is the report for
-    the manifest, in values that JSON has. `shard_limit` is the largest safetensors file in bytes.
+    `formats` are the halves: the checkpoint that the recipe's weights have, "gptq" or "bnb", and "onnx"; None
+    is both. `checkpoint_format` "auto" is "gptq", and "gptq_v2" where zero points are stored: GPTQModel
+    refuses those in the older format. `onnx_contract` says whose graphs the ONNX half has: "paged"
+    `OrtExecutor`'s, "genai" onnxruntime-genai's, or "both". `progress(stage, done, total)` counts bytes.
+    `quality` is the report for the manifest, in values that JSON has. `shard_limit` is the largest
+    safetensors file in bytes.
 
     Raises `OutputError`: `out` exists and `overwrite` is off, or is not an artifact; the disk is full or
     cannot be written; a tensor is missing. `SettingError` for an unknown format or contract,
     `MissingDependencyError` for a format whose package is not installed, `UnsupportedModelError` for a model
     that the contract cannot express.
     """
-    chosen = check_formats(formats)
+    chosen = check_formats(formats, model.recipe)
     contract = check_onnx_contract(onnx_contract, chosen)
     resolved = _resolved_checkpoint_format(model, checkpoint_format)
     report = progress or (lambda stage, done, total: None)
@@ -118,21 +129,27 @@ def write_artifact(
         check_file_name(name, f"{out}: tokenizer file", OutputError)
     needed = artifact_bytes(model.spec, model.recipe)
     check_space(real, sum(needed[f] for f in chosen) + SPACE_MARGIN_BYTES)
-    refused = _refusals(model, resolved) if "gptq" in chosen else {}
+    checkpoint = checkpoint_of(model.recipe) if checkpoint_of(model.recipe) in chosen else None
+    refused = _refusals(model, resolved) if checkpoint == "gptq" else {}
     for reason in dict.fromkeys(refused.values()):
         loaders = " and ".join(loader for loader in refused if refused[loader] == reason)
         log.warning("%s: %s will not load the GPTQ half: %s", out, loaders, reason)
     with new_folder(out, overwrite) as folder:
-        _write_common(model, folder, resolved if "gptq" in chosen else None)
-        if "gptq" in chosen:
+        _write_common(model, folder, checkpoint, resolved)
+        if checkpoint is not None:
             done = 0
 
             def advance(written: int) -> None:
                 nonlocal done
                 done += written
-                report("gptq", done, needed["gptq"])
+                report(checkpoint, done, needed[checkpoint])
 
-            write_gptq(model, folder, checkpoint_format=resolved, shard_limit=shard_limit, advance=advance)
+            if checkpoint == "bnb":
+                write_bnb(model, folder, shard_limit=shard_limit, advance=advance)
+            else:
+                write_gptq(
+                    model, folder, checkpoint_format=resolved, shard_limit=shard_limit, advance=advance
+                )
         if "onnx" in chosen:
             from .onnx_contract import CONTRACTS
             from .onnx_writer import write_onnx
@@ -148,7 +165,7 @@ def write_artifact(
             source_digest=model.source_digest,
             recipe=model.recipe,
             formats=chosen,
-            files=_file_entries(folder, report),
+            files=_file_entries(folder, checkpoint, report),
             created_with=_versions(),
             layer_errors=model.layer_errors,
             starved_experts=model.starved_experts,
@@ -187,13 +204,17 @@ def _refusals(model: QuantizedModel, checkpoint_format: CheckpointFormat) -> dic
     return refused
 
 
-def _write_common(model: QuantizedModel, folder: Path, checkpoint_format: CheckpointFormat | None) -> None:
+def _write_common(
+    model: QuantizedModel, folder: Path, checkpoint: Checkpoint | None, checkpoint_format: CheckpointFormat
+) -> None:
     from .. import __version__
 
     config = {k: v for k, v in model.config.items() if k not in ("_name_or_path", "quantization_config")}
     # transformers 5 reads dtype, older ones and vLLM torch_dtype.
     config |= {"dtype": "float16", "torch_dtype": "float16"}
-    if checkpoint_format is not None:
+    if checkpoint == "bnb":
+        config["quantization_config"] = BnbConfig.from_recipe(model.recipe).to_json()
+    elif checkpoint == "gptq":
         settings = GptqConfig.from_recipe(model.recipe, checkpoint_format)
         quantization = settings.to_json(model.recipe, __version__)
         config["quantization_config"] = quantization
@@ -208,22 +229,22 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _file_entries(folder: Path, report: Report) -> dict[str, FileEntry]:
+def _file_entries(folder: Path, checkpoint: Checkpoint | None, report: Report) -> dict[str, FileEntry]:
     paths = sorted(p for p in folder.rglob("*") if p.is_file())
     sizes = {p: p.stat().st_size for p in paths}
     total, done, entries = sum(sizes.values()), 0, {}
     for path in paths:
         name = path.relative_to(folder).as_posix()
-        entries[name] = FileEntry(sizes[path], file_sha256(path), _half_of(name))
+        entries[name] = FileEntry(sizes[path], file_sha256(path), _half_of(name, checkpoint))
         done += sizes[path]
         report("checksums", done, total)
     return entries
 
 
-def _half_of(name: str) -> Format | None:
+def _half_of(name: str, checkpoint: Checkpoint | None) -> Format | None:
     if name.startswith(f"{ONNX_FOLDER}/") or name == GENAI_CONFIG:
         return "onnx"
-    return "gptq" if name.endswith(".safetensors") or name in (INDEX_NAME, QUANTIZE_CONFIG) else None
+    return checkpoint if name.endswith(".safetensors") or name in (INDEX_NAME, QUANTIZE_CONFIG) else None
 
 
 def _versions() -> dict[str, str]:

@@ -10,6 +10,7 @@ from ..models.config_reader import read_json_object, shown
 from ..quant.packing import QuantizedTensor
 from ..quant.packing_awq import PER_WORD, from_awq, unpack_awq
 from ..quant.packing_rows import MatrixKind, MatrixRows
+from ..quant.recipe import GROUP_SIZES, Recipe
 from .checkpoint_weights import CheckpointWeights
 from .shards import FLOATS
 
@@ -58,6 +59,13 @@ class AwqWeights(CheckpointWeights):
         config = read_json_object(folder / "config.json", where)
         self.awq_config = AwqConfig.from_json(config["quantization_config"], where)
         super().__init__(folder, spec_from_config(config, where))
+
+    @property
+    def recipe(self) -> Recipe | None:
+        config = self.awq_config
+        if config.not_converted or config.group_size not in GROUP_SIZES:
+            return None
+        return Recipe(bits=4, group_size=config.group_size, symmetric=False)
 
     def is_quantized(self, name: str) -> bool:
         return name in self._linears and self.awq_config.converts(name.removesuffix(".weight"))

@@ -9,6 +9,7 @@ from ..models.config_reader import shown
 from ..models.spec import LinearSpec, ModelSpec, StoredRows
 from ..quant.packing import QuantizedTensor, quantize_head
 from ..quant.packing_rows import MatrixRows
+from ..quant.recipe import Recipe
 from .shards import Shards
 from .weights import LogicalTensor
 
@@ -32,6 +33,12 @@ class CheckpointWeights(ABC):
         except BaseException:
             self.close()
             raise
+
+    @property
+    @abstractmethod
+    def recipe(self) -> Recipe | None:
+        """How all linear layers were quantized, as far as that says what they take; None where they differ,
+        or are as no recipe makes them."""
 
     @abstractmethod
     def _check(self, name: str, shape: tuple[int, ...]) -> None:

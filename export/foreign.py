@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,16 @@ from ..errors import ModelFormatError, UnsupportedModelError
 from ..models.config_reader import MAX_CONFIG_BYTES, read_bounded, read_json_object, shown
 from ..models.hf_folder import read_generation_config, read_tokenizer_files
 from ..models.spec import ModelSpec
-from ..quant.recipe import GROUP_SIZES, ActOrder, Recipe
+from ..quant.recipe import Recipe
 from .awq_reader import AwqWeights
+from .bnb_config import QUANT_METHOD, is_bnb
+from .bnb_reader import BnbWeights
+from .checkpoint_weights import CheckpointWeights
 from .gptq_reader import GptqWeights
 
-METHODS: dict[str, type[GptqWeights] | type[AwqWeights]] = {"gptq": GptqWeights, "awq": AwqWeights}
+METHODS: dict[str, Callable[[Path], CheckpointWeights]] = {
+    "gptq": GptqWeights, "awq": AwqWeights, QUANT_METHOD: BnbWeights
+}  # fmt: skip
 
 
 def is_foreign(folder: Path) -> bool:
@@ -28,8 +34,8 @@ def is_foreign(folder: Path) -> bool:
 
 
 class ForeignCheckpoint:
-    """A folder of `quant_method` "gptq" (AutoGPTQ's, GPTQModel's) or "awq". Opening checks configs, headers,
-    and every tensor's presence and shape; tensors are read when asked for. Close it."""
+    """A folder of `quant_method` "gptq" (AutoGPTQ's, GPTQModel's), "awq" or "bitsandbytes". Opening checks
+    configs, headers, and every tensor's presence and shape; tensors are read when asked for. Close it."""
 
     def __init__(self, folder: Path) -> None:
         """Raises `ModelFormatError` or `UnsupportedModelError`, naming the file, tensor or setting."""
@@ -38,13 +44,13 @@ class ForeignCheckpoint:
         settings = self.config.get("quantization_config") or {"quant_method": "gptq"}
         if not isinstance(settings, dict):
             raise ModelFormatError(f"{path}: quantization_config is {shown(settings)}; expected an object")
-        self.method = settings.get("quant_method", "gptq")
+        self.method = QUANT_METHOD if is_bnb(settings) else settings.get("quant_method", "gptq")
         if not isinstance(self.method, str) or self.method not in METHODS:
             raise UnsupportedModelError(
                 f"{path}: quant_method is {shown(self.method)}; supported are {', '.join(METHODS)}"
             )
         self.generation_config = read_generation_config(folder, self.config)
-        self.weights: GptqWeights | AwqWeights = METHODS[self.method](folder)
+        self.weights = METHODS[self.method](folder)
 
     @property
     def spec(self) -> ModelSpec:
@@ -54,23 +60,7 @@ class ForeignCheckpoint:
     def recipe(self) -> Recipe | None:
         """How all linear layers were quantized, as far as that says what they take; None where they differ,
         or are as no recipe makes them."""
-        if isinstance(self.weights, AwqWeights):
-            config = self.weights.awq_config
-            size, uniform, bits, symmetric, order = (
-                config.group_size,
-                not config.not_converted,
-                4,
-                False,
-                False,
-            )
-        else:
-            gptq = self.weights.gptq_config
-            size, uniform, bits = gptq.group_size, not gptq.dynamic, gptq.bits
-            symmetric, order = gptq.sym, gptq.desc_act
-        if not uniform or bits not in (4, 8) or size not in GROUP_SIZES:
-            return None
-        act_order: ActOrder = "dynamic" if order else "static"
-        return Recipe(bits=bits, group_size=size, symmetric=symmetric, act_order=act_order)
+        return self.weights.recipe
 
     @cached_property
     def tokenizer_files(self) -> dict[str, bytes]:

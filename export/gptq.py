@@ -1,7 +1,6 @@
 """The GPTQ half of an artifact: `model.safetensors` in the AutoGPTQ layout, which GPTQModel, transformers and
 vLLM load."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,7 @@ from ..models.spec import ModelSpec
 from ..quant.model import QuantizedModel
 from ..quant.packing import CheckpointFormat, QuantizedTensor, to_gptq
 from ..quant.packing_rows import stacked
-from .safetensors_writer import ShardPlan, ShardWriter, TensorLayout, index_json, plan_shards
-
-SHARD_LIMIT = 4 << 30  # bytes
-INDEX_NAME = "model.safetensors.index.json"
+from .safetensors_writer import SHARD_LIMIT, ShardPlan, TensorLayout, plan_shards, write_shards
 
 
 def linear_layout(
@@ -65,23 +61,16 @@ def write_gptq(
     that is missing or is not what the recipe says, `OSError` from the disk."""
     recipe = model.recipe
     layout = gptq_layout(model.spec, recipe.bits, recipe.group_size)
-    shards = plan_shards(layout.values(), shard_limit)
-    stored_name = {part.name: name for name, parts in layout.items() for part in parts}
     sources: dict[str, list[str]] = {}
     for name, rows in model.spec.stored_rows().items():
         sources.setdefault(rows.name, []).append(name)
-    for shard in shards:
-        writer = ShardWriter(folder, shard)
-        try:
-            for name in dict.fromkeys(stored_name[t.name] for t in shard.tensors):
-                for part, array in _parts(model, name, sources[name], checkpoint_format).items():
-                    advance(writer.put(part, array))
-            writer.close()
-        except BaseException:
-            writer.abandon()
-            raise
-    if len(shards) > 1:
-        (folder / INDEX_NAME).write_text(json.dumps(index_json(shards), indent=2) + "\n", encoding="utf-8")
+    write_shards(
+        folder,
+        layout,
+        lambda name: _parts(model, name, sources[name], checkpoint_format),
+        shard_limit,
+        advance,
+    )
 
 
 def _parts(
@@ -94,9 +83,11 @@ def _parts(
         tensor = model.tensors.get(source)
         if tensor is None:
             raise OutputError(f"{source}: is missing from the quantized model")
-        if not isinstance(tensor, QuantizedTensor):
+        if isinstance(tensor, np.ndarray):
             plain.append(tensor.astype(np.float16, copy=False))
             continue
+        if not isinstance(tensor, QuantizedTensor):
+            raise OutputError(f"{source}: is in NF4, which the GPTQ format lacks")
         if tensor.bits != model.recipe.bits:
             raise OutputError(f"{source}: has {tensor.bits} bits; the recipe says {model.recipe.bits}")
         quantized.append(tensor)

@@ -12,6 +12,7 @@ from ..models.config_reader import read_json_object
 from ..quant.packing import QuantizedTensor, from_gptq, gptq_zeros
 from ..quant.packing_narrow import widen_gptq, widened_zeros
 from ..quant.packing_rows import ROW_STEP, MatrixKind, MatrixRows, all_in_the_middle
+from ..quant.recipe import GROUP_SIZES, ActOrder, Recipe
 from .checkpoint_weights import CheckpointWeights
 from .gptq import linear_layout
 from .gptq_config import GptqConfig
@@ -34,6 +35,16 @@ class GptqWeights(CheckpointWeights):
                 f"{where}: lm_head is true, but the head is the embedding, which is not quantized"
             )
         super().__init__(folder, spec)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        config = self.gptq_config
+        if config.dynamic or config.bits not in (4, 8) or config.group_size not in GROUP_SIZES:
+            return None
+        act_order: ActOrder = "dynamic" if config.desc_act else "static"
+        return Recipe(
+            bits=config.bits, group_size=config.group_size, symmetric=config.sym, act_order=act_order
+        )
 
     def format_of(self, name: str) -> LinearFormat | None:
         """How a tensor of the checkpoint, of two dimensions, is stored; None where it is not quantized."""

@@ -18,11 +18,17 @@ FORMAT_VERSION = 1
 # A manifest names some thousands of layers and files; anything far larger is not one.
 MAX_MANIFEST_BYTES = 64 << 20
 
-Format = Literal["gptq", "onnx"]
+Checkpoint = Literal["gptq", "bnb"]  # the half that is a Hugging Face checkpoint, one of the two
+Format = Literal[Checkpoint, "onnx"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 # Whose graphs the ONNX half has: `OrtExecutor`'s, onnxruntime-genai's, or both.
 OnnxContract = Literal["paged", "genai", "both"]
 ONNX_CONTRACTS: tuple[OnnxContract, ...] = get_args(OnnxContract)
+
+
+def checkpoint_of(recipe: Recipe) -> Checkpoint:
+    """The kind of checkpoint that a recipe's weights are written as."""
+    return "bnb" if recipe.is_bnb else "gptq"
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Manifest:
     """`files` maps a path relative to the artifact, with `/`, to its entry; `nybble.json` is not among them.
     `layer_errors` maps a linear layer's tensor name to its relative error. `starved_experts` maps a layer's
     number to how many experts too few tokens of calibration text reached, where there are any. `refused_by`
-    maps the name of a loader that is known not to load the GPTQ half to the reason."""
+    maps the name of a loader that is known not to load the checkpoint half to the reason."""
 
     source_origin: str
     source_digest: str
@@ -153,8 +159,8 @@ def _mapping(reader: ConfigReader, key: str, kind: Any, expected: str) -> dict[s
 def _formats(reader: ConfigReader) -> tuple[Format, ...]:
     names = reader.config.get("formats")
     found = [name for name in FORMATS if isinstance(names, list) and name in names]
-    if not found or found != names:
-        raise reader.error("formats", names, '["gptq"], ["onnx"] or both')
+    if not found or found != names or {"gptq", "bnb"} <= set(found):
+        raise reader.error("formats", names, '["gptq"] or ["bnb"], ["onnx"] or both')
     return tuple(found)
 
 
@@ -179,6 +185,6 @@ def _files(reader: ConfigReader) -> dict[str, FileEntry]:
             raise entry.error("sha256", digest, "64 hexadecimal digits")
         half = entry.string("half") if entry.has("half") else None
         if half is not None and half not in FORMATS:
-            raise entry.error("half", half, "gptq, onnx or null")
+            raise entry.error("half", half, "gptq, bnb, onnx or null")
         files[path] = FileEntry(size, digest, half)
     return files

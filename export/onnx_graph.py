@@ -128,7 +128,7 @@ class _Decoder:
         return b.op("Add", hidden, y)
 
     def _layer(self, layer: int, hidden: ir.Value) -> ir.Value:
-        spec, b, prefix = self.spec, self.b, self.spec.layer_prefix(layer)
+        spec, prefix = self.spec, self.spec.layer_prefix(layer)
         linears = spec.linears(layer)
         qkv, output, mlp = linears[:3], linears[3], linears[4:]
         norms, (q_norm, k_norm) = spec.layer_norms(layer), spec.qk_norms(layer)

@@ -3,6 +3,7 @@
 | layer | operator | initializers |
 |---|---|---|
 | quantized linear | `com.microsoft.MatMulNBits` | `X.qweight`, `X.scales`; `.zero_points`, `.bias` |
+| NF4 linear | `com.microsoft.MatMulBnb4` | `X.qweight` [out, in / 2], `X.absmax` [out, blocks]; `X.bias` |
 | float linear | `Gemm` with transB | `X.weight` [out, in], `X.bias` |
 | quantized embedding | `com.microsoft.GatherBlockQuantized` | `X.qweight` 2-D, `X.scales` |
 | float embedding | `Gather` | `X.weight` |
@@ -24,9 +25,13 @@ from numpy.typing import NDArray
 from ..errors import UnsupportedModelError
 from ..models.spec import LinearSpec
 from ..quant.packing import QuantizedTensor, matmulnbits_block, to_matmulnbits
+from ..quant.packing_bnb import swap_nibbles
+from ..quant.packing_nf4 import Nf4Tensor
 from .onnx_builder import MICROSOFT, Builder, TensorStore
 from .onnx_dependency import ir
 from .weights import LogicalTensor, LogicalWeights
+
+NF4_TYPE = 1  # MatMulBnb4's quant_type
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,14 @@ class LinearWriter:
     ) -> ir.Value:
         row = 0
         for layer, tensor in zip(layers, tensors, strict=True):
-            kind = (tensor.bits, tensor.group_size) if isinstance(tensor, QuantizedTensor) else (None, None)
+            kind = (None, None) if isinstance(tensor, np.ndarray) else (tensor.bits, tensor.group_size)
             self.layout[layer.name] = StoredTensor(stored, row, layer.out_features, layer.in_features, *kind)
             row += layer.out_features
         given = [bias for bias in biases if bias is not None]
         bias = self.put(stored + ".bias", *given) if given else None
         first = tensors[0]
+        if isinstance(first, Nf4Tensor):
+            return self._nf4(x, stored, [t for t in tensors if isinstance(t, Nf4Tensor)], bias)
         if not isinstance(first, QuantizedTensor):
             weight = self.put(stored + ".weight", *(as_float(t, stored) for t in tensors))
             return self.builder.op("Gemm", x, weight, *([bias] if bias else []), transB=1)
@@ -126,6 +133,24 @@ class LinearWriter:
             block_size=matmulnbits_block(like.group_size, like.in_features),
             accuracy_level=self.accuracy_level,
         )
+
+    def _nf4(self, x: ir.Value, stored: str, tensors: Sequence[Nf4Tensor], bias: ir.Value | None) -> ir.Value:
+        """One `MatMulBnb4`, which counts codes and blocks over the rows one after another: the shapes of its
+        inputs mean nothing to it, and here have the rows that a reader asks for."""
+        b = self.put(stored + ".qweight", *(swap_nibbles(t.packed) for t in tensors))
+        absmax = self.put(stored + ".absmax", *(t.scales.astype(np.float32) for t in tensors))
+        y = self.builder.op(
+            "MatMulBnb4",
+            x,
+            b,
+            absmax,
+            domain=MICROSOFT,
+            K=tensors[0].in_features,
+            N=sum(t.out_features for t in tensors),
+            block_size=tensors[0].group_size,
+            quant_type=NF4_TYPE,
+        )
+        return y if bias is None else self.builder.op("Add", y, bias)
 
     def _permute(self, x: ir.Value, stored: str, permutation: NDArray[np.int32]) -> ir.Value:
         """`x` with its columns in the tensor's stored order. (MatMulNBits' own g_idx is wrong with general
@@ -173,9 +198,11 @@ def store_embedding(writer: LinearWriter, name: str, tensor: LogicalTensor) -> E
     """Puts an embedding or head away. Quantized data are 2-D, for GatherBlockQuantized; a head reshapes
     them (the other way round, constant folding would copy them)."""
     stored = name.removesuffix(".weight")
-    if not isinstance(tensor, QuantizedTensor):
+    if isinstance(tensor, np.ndarray):
         writer.layout[name] = StoredTensor(stored, 0, *tensor.shape)
         return Embedding(writer.put(stored + ".weight", tensor), None, None)
+    if isinstance(tensor, Nf4Tensor):
+        raise UnsupportedModelError(f"{name}: in NF4, which an embedding or head in ONNX is not")
     if tensor.zeros is not None or tensor.permutation is not None:
         raise UnsupportedModelError(
             f"{name}: asymmetric or permuted; an embedding or head is neither in ONNX"
@@ -205,19 +232,20 @@ def write_head(writer: LinearWriter, x: ir.Value, head: Embedding, vocab_size: i
 
 def _alike(tensors: Sequence[LogicalTensor]) -> bool:
     """Whether the tensors can be rows of one operator."""
-    first = tensors[0]
-    if not isinstance(first, QuantizedTensor):
-        return all(not isinstance(t, QuantizedTensor) for t in tensors)
 
-    def key(t: QuantizedTensor) -> tuple[Any, ...]:
+    def key(t: LogicalTensor) -> tuple[Any, ...]:
+        if isinstance(t, np.ndarray):
+            return ()
+        if isinstance(t, Nf4Tensor):
+            return "nf4", t.group_size, t.in_features
         order = None if t.permutation is None else t.permutation.tobytes()
         return t.bits, t.group_size, t.in_features, t.zeros is None, order
 
-    return all(isinstance(t, QuantizedTensor) and key(t) == key(first) for t in tensors)
+    return len({key(t) for t in tensors}) == 1
 
 
 def as_float(tensor: LogicalTensor, name: str) -> NDArray[np.float32]:
     """A tensor that has to be float32: a norm, a bias, or one alike with others that are."""
-    if isinstance(tensor, QuantizedTensor):
+    if not isinstance(tensor, np.ndarray):
         raise UnsupportedModelError(f"{name}: quantized; the ONNX graph needs it in float32")
     return tensor

@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 from ..errors import ModelFormatError
 from ..models.spec import ModelSpec
 from ..quant.packing import QuantizedTensor, from_matmulnbits, matmulnbits_block, unpack_rows
+from ..quant.packing_bnb import from_bnb_nf4
+from ..quant.packing_nf4 import Nf4Tensor
 from ..quant.packing_rows import MatrixKind, MatrixRows, all_in_the_middle
 from .onnx_contract import CONTRACTS, Contract
 from .onnx_dependency import ir
 from .onnx_graph import FORMAT_VERSION
-from .onnx_linear import StoredTensor
+from .onnx_linear import NF4_TYPE, StoredTensor
 from .onnx_spec import spec_from_json
 from .weights import LogicalTensor
 
@@ -66,6 +68,7 @@ def open_decoder(path: Path) -> DecoderFile:
             f"{path.name}: nybble.contract is {contract!r}; expected {' or '.join(CONTRACTS)}"
         )
     _refuse_hidden_tensors(path, model)
+    _check_nf4(path, model)
     sizes: dict[str, int] = {}
     weight_bytes = 0
     for value in graph.initializers.values():
@@ -129,6 +132,8 @@ class OnnxWeights:
         stored = self._file.tensors.get(name)
         if stored is None or stored.bits is None or stored.group_size is None:
             return None
+        if stored.stored + ".absmax" in self._initializers:
+            return self._nf4(name, stored, stored.group_size)
         bits, columns, group_size = stored.bits, stored.columns, stored.group_size
         blocks = -(-columns // (block := matmulnbits_block(group_size, columns)))
         permutation = self._permutation(stored)
@@ -156,6 +161,21 @@ class OnnxWeights:
         middle = zeros is None or all_in_the_middle(unpack_rows(zeros, bits, blocks), bits)
         kind: MatrixKind = "symmetric" if middle else "zeros"
         return MatrixRows(stored.rows, columns, bits, group_size, kind, permutation, read)
+
+    def _nf4(self, name: str, stored: StoredTensor, blocksize: int) -> MatrixRows:
+        columns = stored.columns
+        if columns % blocksize:
+            raise ModelFormatError(
+                f"{self._name}: {name} has blocks of {blocksize} in rows of {columns}; expected whole blocks"
+            )
+
+        def read(begin: int, end: int) -> Nf4Tensor:
+            part = replace(stored, row=stored.row + begin, rows=end - begin)
+            packed = self._read(part.stored + ".qweight", np.uint8, columns // 2, part)
+            absmax = self._read(part.stored + ".absmax", np.float32, columns // blocksize, part)
+            return from_bnb_nf4(packed, absmax.reshape(-1), columns, blocksize, f"{self._name}: {name}")
+
+        return MatrixRows(stored.rows, columns, 4, blocksize, "nf4", None, read)
 
     @property
     def _initializers(self) -> Any:
@@ -217,22 +237,25 @@ class OnnxWeights:
 
     def _check_operators(self) -> None:
         """The graph multiplies with the same bits and blocks that the metadata names."""
-        expected = {}
+        expected: dict[str, tuple[int, ...]] = {}
         for stored in self._file.tensors.values():
             if stored.bits is not None and stored.group_size is not None:
                 block = matmulnbits_block(stored.group_size, stored.columns)
                 expected[stored.stored + ".scales"] = (stored.bits, block, stored.columns)
+                expected[stored.stored + ".absmax"] = (NF4_TYPE, stored.group_size, stored.columns)
+        attributes = {
+            "MatMulNBits": ("bits", "block_size", "K"),
+            "MatMulBnb4": ("quant_type", "block_size", "K"),
+        }
         for node in self._file.model.graph:
-            if node.op_type != "MatMulNBits":
+            if node.op_type not in attributes:
                 continue
             scales = node.inputs[2].name if len(node.inputs) > 2 and node.inputs[2] is not None else ""
-            found = tuple(
-                attribute.as_int() if (attribute := node.attributes.get(key)) is not None else None
-                for key in ("bits", "block_size", "K")
-            )
+            found = tuple(_integer(node, key) for key in attributes[node.op_type])
             if expected.get(scales or "") != found:
+                *names, last = attributes[node.op_type]
                 raise ModelFormatError(
-                    f"{self._name}: MatMulNBits with {scales} has bits, block_size and K {found}; "
+                    f"{self._name}: {node.op_type} with {scales} has {', '.join(names)} and {last} {found}; "
                     f"expected {expected.get(scales or '')}"
                 )
 
@@ -268,6 +291,40 @@ def _refuse_hidden_tensors(path: Path, model: ir.Model) -> None:
                     raise ModelFormatError(f"{path.name}: node {node.name} refers to data outside the graph")
 
 
+def _check_nf4(path: Path, model: ir.Model) -> None:
+    """ONNX Runtime reads what `MatMulBnb4`'s attributes say, whatever the sizes of its inputs."""
+    for function in model.functions.values():
+        if any(node.op_type == "MatMulBnb4" for node in function):
+            raise ModelFormatError(f"{path.name}: a function has MatMulBnb4; expected it in the graph only")
+    for node in model.graph:
+        if node.op_type != "MatMulBnb4":
+            continue
+        sizes = [_integer(node, key) for key in ("K", "N", "block_size")]
+        k, n, block = sizes
+        # Whole blocks of a power of two, in a row that bytes hold whole.
+        sound = min(sizes) > 0 and block >= 16 and block & (block - 1) == 0 and k % block == 0
+        found = [
+            None if value is None or not isinstance(value.const_value, ir.ExternalTensor)
+            else (value.const_value.dtype, tuple(value.const_value.shape.numpy()))
+            for value in node.inputs[1:3]
+        ]  # fmt: skip
+        expected = [(ir.DataType.UINT8, (n, k // 2)), (ir.DataType.FLOAT, (n, k // max(1, block)))]
+        kind = _integer(node, "quant_type"), _integer(node, "transB", 1)
+        if not sound or kind != (NF4_TYPE, 1) or found != expected or len(node.inputs) != 3:
+            raise ModelFormatError(
+                f"{path.name}: MatMulBnb4 with K, N and block_size {sizes}, quant_type and transB {kind} has "
+                f"{found}; expected NF4 in whole blocks, {expected}"
+            )
+
+
+def _integer(node: ir.Node, key: str, default: int = 0) -> int:
+    """An attribute; 0, which none may be, where it is no integer."""
+    attribute = node.attributes.get(key)
+    if attribute is None:
+        return default
+    return attribute.as_int() if attribute.type == ir.AttributeType.INT and not attribute.is_ref() else 0
+
+
 def _check_external(path: Path, tensor: ir.ExternalTensor, sizes: dict[str, int]) -> int:
     """Bytes of one external tensor, which lies in a plain file beside the graph and within it."""
     location, name = str(tensor.location), tensor.name
@@ -281,7 +338,10 @@ def _check_external(path: Path, tensor: ir.ExternalTensor, sizes: dict[str, int]
             raise ModelFormatError(f"{location}: missing, or not a plain file; {path.name} needs it")
         sizes[location] = file.stat().st_size
     offset, length, dims = tensor.offset or 0, tensor.length, tensor.shape.numpy()
-    expected = math.prod(dims) * tensor.dtype.bitwidth // 8
+    try:
+        expected = math.prod(dims) * tensor.dtype.bitwidth // 8
+    except TypeError:
+        raise ModelFormatError(f"{path.name}: {name} is {tensor.dtype}; expected numbers") from None
     if min(dims, default=0) < 0 or length != expected:
         raise ModelFormatError(
             f"{path.name}: {name} has {length} bytes; expected {expected} for {list(dims)}"

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,18 @@ from numpy.typing import NDArray
 
 from ..errors import OutputError
 
-_ITEM_BYTES = {"I32": 4, "F16": 2}
-_DTYPES = {"I32": np.dtype("<i4"), "F16": np.dtype("<f2")}
+SHARD_LIMIT = 4 << 30  # bytes
+INDEX_NAME = "model.safetensors.index.json"
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """What a tensor will be: `dtype` is safetensors' name, I32 or F16."""
+    """What a tensor will be: `dtype` is safetensors' name."""
 
     name: str
     dtype: str
@@ -33,7 +38,7 @@ class TensorLayout:
 
     @property
     def nbytes(self) -> int:
-        return _ITEM_BYTES[self.dtype] * math.prod(self.shape)
+        return _DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -79,14 +84,14 @@ def index_json(shards: Iterable[ShardPlan]) -> dict[str, Any]:
 class ShardWriter:
     """One file being written: `put` each of the plan's tensors once, in any order, then `close`.
 
-    In the file the int32 tensors come first, so that every tensor is aligned to its own item size.
+    In the file tensors of larger items come first, so that each is aligned to its own item size.
     """
 
     def __init__(self, folder: Path, plan: ShardPlan) -> None:
         self._waiting: dict[str, tuple[TensorLayout, int]] = {}
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
-        for tensor in sorted(plan.tensors, key=lambda t: -_ITEM_BYTES[t.dtype]):
+        for tensor in sorted(plan.tensors, key=lambda t: -_DTYPES[t.dtype].itemsize):
             header[tensor.name] = {
                 "dtype": tensor.dtype,
                 "shape": list(tensor.shape),
@@ -126,6 +131,33 @@ class ShardWriter:
     def abandon(self) -> None:
         """Closes the file as it is, after an error."""
         self._file.close()
+
+
+def write_shards(
+    folder: Path,
+    layout: Mapping[str, tuple[TensorLayout, ...]],
+    parts_of: Callable[[str], Mapping[str, NDArray[Any]]],
+    limit: int,
+    advance: Callable[[int], None],
+) -> None:
+    """Writes a checkpoint tensor by tensor into files of at most `limit` bytes, and the index where there are
+    several. `layout` has what is stored of each of a model's tensors, `parts_of` gives it, and `advance` is
+    told the bytes of each part when it is written. Raises `OutputError` for what is not as planned, `OSError`
+    from the disk."""
+    shards = plan_shards(layout.values(), limit)
+    source = {part.name: name for name, parts in layout.items() for part in parts}
+    for shard in shards:
+        writer = ShardWriter(folder, shard)
+        try:
+            for name in dict.fromkeys(source[t.name] for t in shard.tensors):
+                for part, array in parts_of(name).items():
+                    advance(writer.put(part, array))
+            writer.close()
+        except BaseException:
+            writer.abandon()
+            raise
+    if len(shards) > 1:
+        (folder / INDEX_NAME).write_text(json.dumps(index_json(shards), indent=2) + "\n", encoding="utf-8")
 
 
 def _reserve(descriptor: int, size: int) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..errors import ModelFormatError
 from ..quant.packing import QuantizedTensor, from_gptq, to_gptq
+from ..quant.packing_nf4 import Nf4Tensor
 from .artifact import (
     CACHE_FOLDER,
     GENAI_GRAPH,
@@ -17,8 +18,7 @@ from .artifact import (
     present_formats,
 )
 from .artifact_writer import Report
-from .gptq_reader import GptqWeights
-from .manifest import FORMATS, MANIFEST_NAME, read_manifest
+from .manifest import MANIFEST_NAME, read_manifest
 from .safetensors_writer import file_sha256
 from .weights import LogicalTensor
 
@@ -67,13 +67,10 @@ def verify_integers(path: str | Path, progress: Report | None = None) -> int:
     Raises `ModelFormatError` naming the first tensor that differs, or where a half is not there.
     """
     artifact = open_artifact(path)
-    for half in FORMATS:
-        artifact.chosen(half)
-    names = list(artifact.spec.tensors())
-    onnx = artifact.weights("onnx")
-    with GptqWeights(artifact.folder) as gptq:
+    names, onnx = list(artifact.spec.tensors()), artifact.weights("onnx")
+    with artifact.checkpoint() as checkpoint:
         for done, name in enumerate(names, 1):
-            difference = _difference(gptq.tensor(name), onnx.tensor(name))
+            difference = _difference(checkpoint.tensor(name), onnx.tensor(name))
             if difference is not None:
                 raise ModelFormatError(f"{path}: tensor {name} differs between the halves: {difference}")
             if progress is not None:
@@ -102,13 +99,18 @@ def verify_graphs(artifact: Artifact) -> None:
 
 def _difference(one: LogicalTensor, other: LogicalTensor) -> str | None:
     """What differs between two tensors; None if nothing does."""
-    if not isinstance(one, QuantizedTensor) or not isinstance(other, QuantizedTensor):
-        if isinstance(one, QuantizedTensor) or isinstance(other, QuantizedTensor):
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        if not isinstance(one, np.ndarray) or not isinstance(other, np.ndarray):
             return "only one is quantized"
         return None if np.array_equal(one, other) else "its values"
+    if isinstance(one, Nf4Tensor) != isinstance(other, Nf4Tensor):
+        return "only one is in NF4"
     for name in ("bits", "in_features", "group_size"):
         if getattr(one, name) != getattr(other, name):
             return f"{name} is {getattr(one, name)} and {getattr(other, name)}"
+    if isinstance(one, Nf4Tensor) or isinstance(other, Nf4Tensor):
+        same = np.array_equal(one.scales, other.scales), np.array_equal(one.packed, other.packed)
+        return None if all(same) else "its codes" if same[0] else "its scales"
     one, other = _canonical(one), _canonical(other)
     for name, found, expected in (
         ("the order of its columns", one.permutation, other.permutation),

@@ -8,16 +8,17 @@ from numpy.typing import NDArray
 from ..errors import ModelFormatError
 from ..models.spec import ModelSpec
 from ..quant.model import QuantizedModel
-from ..quant.packing import QuantizedTensor, quantize_head
+from ..quant.packing import quantize_head
+from ..quant.packing_nf4 import AnyQuantized
 from ..quant.packing_rows import MatrixRows
 
-LogicalTensor = QuantizedTensor | NDArray[np.float32]
+LogicalTensor = AnyQuantized | NDArray[np.float32]
 
 
 class LogicalWeights(Protocol):
-    """A model's tensors by their Hugging Face names: `QuantizedTensor` for a quantized linear layer, the
-    embedding and the head; float32 for norms, biases and gates, and for everything of an unquantized
-    model."""
+    """A model's tensors by their Hugging Face names: `QuantizedTensor` or `Nf4Tensor` for a quantized linear
+    layer, the former for the embedding and the head; float32 for norms, biases and gates, and for everything
+    of an unquantized model."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -45,7 +46,7 @@ class QuantizedModelWeights:
         tensor = self._model.tensors.get(name)
         if tensor is None:
             raise ModelFormatError(f"{name}: is missing from the quantized model")
-        if isinstance(tensor, QuantizedTensor):
+        if not isinstance(tensor, np.ndarray):
             return tensor
         if name in (self.spec.embedding_name, self.spec.head_name):
             return quantize_head(tensor, name)
@@ -53,4 +54,4 @@ class QuantizedModelWeights:
 
     def matrix(self, name: str) -> MatrixRows | None:
         tensor = self.tensor(name)
-        return MatrixRows.of(tensor) if isinstance(tensor, QuantizedTensor) else None
+        return None if isinstance(tensor, np.ndarray) else MatrixRows.of(tensor)

@@ -40,17 +40,24 @@ def load_calibration(
     a file that cannot be read, is not UTF-8 or not JSONL, and for a text that is too short.
     """
     text = default_text() if path is None else read_text(path, render)
-    origin = DEFAULT_ORIGIN if path is None else path.name
+    return of_text(
+        text, recipe.samples, DEFAULT_ORIGIN if path is None else path.name, encode=encode, recipe=recipe
+    )
+
+
+def of_text(text: str, samples: int, origin: str, *, encode: Encode, recipe: Recipe) -> Calibration:
+    """`samples` windows of the recipe's length, chosen by its seed. Raises `CalibrationError` for a text that
+    is too short."""
     tokens = np.asarray(encode(text), np.int32)
-    needed, found = recipe.samples * recipe.seq_len, len(tokens)
+    needed, found = samples * recipe.seq_len, len(tokens)
     if found < needed:
         raise CalibrationError(
-            f"{origin}: holds {found} tokens; {recipe.samples} samples of {recipe.seq_len} need {needed}: "
+            f"{origin}: holds {found} tokens; {samples} samples of {recipe.seq_len} need {needed}: "
             "give a longer text or lower --samples or --seq-len"
         )
     windows = tokens[: found // recipe.seq_len * recipe.seq_len].reshape(-1, recipe.seq_len)
     random = np.random.Generator(np.random.PCG64(recipe.seed))
-    chosen = np.sort(random.choice(len(windows), recipe.samples, replace=False))
+    chosen = np.sort(random.choice(len(windows), samples, replace=False))
     return Calibration(windows[chosen], hashlib.sha256(text.encode()).hexdigest(), origin)
 
 

@@ -26,6 +26,7 @@ from ..errors import ModelFormatError, SettingError
 from ..models.config_reader import read_json_object
 from ..models.safetensors_file import SafetensorsFile
 from .packing import QuantizedTensor
+from .packing_nf4 import AnyQuantized, Nf4Tensor
 
 log = logging.getLogger("nybble")
 
@@ -37,7 +38,7 @@ KEY_FILE = "key.json"
 CHECKSUM = "sha256"
 TYPES = {"|u1": "U8", "<f2": "F16", "<f4": "F32", "<f8": "F64", "<i4": "I32", "<i8": "I64"}
 
-Result = QuantizedTensor | NDArray[np.float16]
+Result = AnyQuantized | NDArray[np.float16]
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +204,7 @@ def _flat(tensors: Mapping[str, Result], errors: Mapping[str, float]) -> dict[st
     """Arrays by name: a tensor's own, or those of its fields; numbers as arrays of one."""
     arrays: dict[str, NDArray[Any]] = {}
     for name, tensor in tensors.items():
-        if not isinstance(tensor, QuantizedTensor):
+        if isinstance(tensor, np.ndarray):
             arrays[name] = tensor
             continue
         for field in fields(tensor):
@@ -228,7 +229,9 @@ def _unflatten(
         else:
             parts.setdefault(name, {})[field] = int(array[0]) if field in numbers else array
     for name, values in parts.items():
-        tensors[name] = QuantizedTensor(**{"zeros": None, **values})
+        # One in NF4 has no bits of its own.
+        nf4 = "bits" not in values
+        tensors[name] = Nf4Tensor(**values) if nf4 else QuantizedTensor(**{"zeros": None, **values})
 
 
 def _write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:

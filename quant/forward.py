@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..models.spec import LinearSpec, ModelSpec, RopeSpec
 from .experts import run_mixture
 from .mlp import BeforeLinears, activate
-from .packing import QuantizedTensor
+from .packing_nf4 import AnyQuantized
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,15 +25,15 @@ class TensorProvider(Protocol):
     @property
     def spec(self) -> ModelSpec: ...
 
-    def tensor(self, name: str) -> "QuantizedTensor | NDArray[np.float32]": ...
+    def tensor(self, name: str) -> "AnyQuantized | NDArray[np.float32]": ...
 
 
-def to_torch(tensor: "QuantizedTensor | NDArray[np.float32] | NDArray[np.float16]") -> "Tensor":
+def to_torch(tensor: "AnyQuantized | NDArray[np.float32] | NDArray[np.float16]") -> "Tensor":
     """The tensor in float32, dequantized if need be, in memory of torch's own (aligned, so that a product's
     bits do not depend on where numpy put it)."""
     import torch
 
-    array = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+    array = tensor if isinstance(tensor, np.ndarray) else tensor.dequantize()
     own = torch.empty(array.shape, dtype=torch.float32)
     np.copyto(own.numpy(), array)
     return own

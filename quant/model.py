@@ -8,14 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..models.spec import ModelSpec
-from .packing import QuantizedTensor
+from .packing_nf4 import AnyQuantized
 from .recipe import Recipe
 
 
 @dataclass(eq=False)
 class QuantizedModel:
-    """A quantized model in memory. Linear layers of the decoder are `QuantizedTensor`s; embedding, head,
-    norms, biases and gates are float16 (the head's 8-bit form follows from it: `packing.quantize_head`)."""
+    """A quantized model in memory. Linear layers of the decoder are `QuantizedTensor`s or `Nf4Tensor`s;
+    embedding, head, norms, biases and gates are float16 (the head's 8-bit form follows from it:
+    `packing.quantize_head`)."""
 
     spec: ModelSpec
     config: dict[str, Any]
@@ -24,7 +25,7 @@ class QuantizedModel:
     recipe: Recipe
     origin: str
     source_digest: str
-    tensors: dict[str, QuantizedTensor | NDArray[np.float16]]
+    tensors: dict[str, AnyQuantized | NDArray[np.float16]]
     # Per linear layer, by tensor name: mean squared error of its output on the calibration text over the
     # output's mean square (of its weight, for RTN).
     layer_errors: dict[str, float] = field(default_factory=dict)

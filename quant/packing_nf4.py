@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelFormatError, UnsupportedModelError
-from .packing import pack_rows, round_to_f16, row_blocks, unpack_rows
+from .packing import QuantizedTensor, pack_rows, round_to_f16, row_blocks, unpack_rows
 
 # The paper's appendix E: quantiles of a normal distribution, scaled to [-1, 1].
 NF4_CODE_BOOK = np.array(
@@ -53,6 +53,9 @@ class Nf4Tensor:
             codes = unpack_rows(self.packed[rows], self.bits, self.in_features)
             np.multiply(NF4_CODE_BOOK[codes], self.scales[rows][:, group], out=weight[rows])
         return weight
+
+
+AnyQuantized = QuantizedTensor | Nf4Tensor
 
 
 def from_nf4(

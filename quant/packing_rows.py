@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..errors import QuantizationError
 from .packing import HEAD_BITS, HEAD_GROUP_SIZE, QuantizedTensor, row_blocks
-from .packing_nf4 import Nf4Tensor
+from .packing_nf4 import AnyQuantized, Nf4Tensor
 
 # A range of rows begins at a multiple of this: what the kernels' tiles and GPTQ's words of zero points hold
 # together, 32 of them in three words of 3 bits, is not cut.
@@ -36,13 +36,13 @@ class MatrixRows:
     group_size: int  # resolved, as `QuantizedTensor` has it
     kind: MatrixKind
     permutation: NDArray[np.int32] | None
-    read: Callable[[int, int], QuantizedTensor | Nf4Tensor]
+    read: Callable[[int, int], AnyQuantized]
 
     @classmethod
-    def of(cls, tensor: QuantizedTensor | Nf4Tensor) -> "MatrixRows":
+    def of(cls, tensor: AnyQuantized) -> "MatrixRows":
         """The rows of a tensor in memory."""
 
-        def read(begin: int, end: int) -> QuantizedTensor | Nf4Tensor:
+        def read(begin: int, end: int) -> AnyQuantized:
             return _part(tensor, slice(begin, end))
 
         return cls(
@@ -61,7 +61,7 @@ class MatrixRows:
         if (begin, end) == (0, self.rows):
             return self
 
-        def read(first: int, last: int) -> QuantizedTensor | Nf4Tensor:
+        def read(first: int, last: int) -> AnyQuantized:
             # Between multiples of the step, a word may hold rows of two parts.
             low = (begin + first) // ROW_STEP * ROW_STEP
             high = min(self.rows, -(-(begin + last) // ROW_STEP) * ROW_STEP)
@@ -71,25 +71,27 @@ class MatrixRows:
 
         return replace(self, rows=end - begin, read=read)
 
-    def pieces(self) -> Iterator[tuple[slice, QuantizedTensor | Nf4Tensor]]:
+    def pieces(self) -> Iterator[tuple[slice, AnyQuantized]]:
         """All rows in order, a few megabytes at a time."""
         for rows in row_blocks(self.rows, self.columns, PIECE_ELEMENTS, ROW_STEP):
             yield rows, self.read(rows.start, rows.stop)
 
-    def whole(self) -> QuantizedTensor:
-        """The tensor in memory. Only for one that has no code book."""
+    def whole(self) -> AnyQuantized:
+        """The tensor in memory."""
         width, groups = -(-self.columns * self.bits // 8), -(-self.columns // self.group_size)
         packed = np.empty((self.rows, width), np.uint8)
         scales = np.empty((self.rows, groups), np.float16)
         zeros = np.empty((self.rows, groups), np.uint8) if self.kind == "zeros" else None
         minima = np.empty((self.rows, groups), np.float16) if self.kind == "minima" else None
         for rows, part in self.pieces():
-            assert isinstance(part, QuantizedTensor)
             packed[rows], scales[rows] = part.packed, part.scales
-            if zeros is not None:
-                zeros[rows] = part.zero_points
-            if minima is not None:
-                minima[rows] = part.minima
+            if isinstance(part, QuantizedTensor):
+                if zeros is not None:
+                    zeros[rows] = part.zero_points
+                if minima is not None:
+                    minima[rows] = part.minima
+        if self.kind == "nf4":
+            return Nf4Tensor(packed, scales, self.group_size, self.columns)
         return QuantizedTensor(
             packed, scales, zeros, self.bits, self.group_size, self.columns, self.permutation, minima
         )
@@ -126,7 +128,7 @@ def _same_order(one: NDArray[np.int32] | None, other: NDArray[np.int32] | None) 
     return np.array_equal(one, other)
 
 
-def _kind(tensor: QuantizedTensor | Nf4Tensor) -> MatrixKind:
+def _kind(tensor: AnyQuantized) -> MatrixKind:
     """Zero points that are all in the middle are none."""
     if isinstance(tensor, Nf4Tensor):
         return "nf4"
@@ -140,7 +142,7 @@ def all_in_the_middle(zeros: NDArray[np.uint8], bits: int) -> bool:
     return bool((zeros == 1 << (bits - 1)).all())
 
 
-def _part(tensor: QuantizedTensor | Nf4Tensor, rows: slice) -> QuantizedTensor | Nf4Tensor:
+def _part(tensor: AnyQuantized, rows: slice) -> AnyQuantized:
     if isinstance(tensor, Nf4Tensor):
         return Nf4Tensor(tensor.packed[rows], tensor.scales[rows], tensor.group_size, tensor.in_features)
     return QuantizedTensor(

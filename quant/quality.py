@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from .forward import TensorProvider, logits
 from .model import QuantizedModel
 from .packing import QuantizedTensor, quantize_head
+from .packing_nf4 import AnyQuantized
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,9 +27,9 @@ class DequantizedModel:
         self._model = model
         self._eight_bits: dict[str, QuantizedTensor] = {}
 
-    def tensor(self, name: str) -> QuantizedTensor | NDArray[np.float32]:
+    def tensor(self, name: str) -> AnyQuantized | NDArray[np.float32]:
         tensor = self._model.tensors[name]
-        if isinstance(tensor, QuantizedTensor):
+        if not isinstance(tensor, np.ndarray):
             return tensor
         if name in (self.spec.embedding_name, self.spec.head_name):
             if name not in self._eight_bits:

@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 from ..errors import CalibrationError, MissingDependencyError, QuantizationError, SettingError
 from ..models.source import ModelSource
 from ..models.spec import LinearSpec, ModelSpec
+from .bnb import quantize_int8, quantize_nf4
 from .calibration import Calibration
 from .checkpoint import Checkpoint
 from .forward import embed, forward_layer, to_torch
 from .gptq import hessian, quantize_gptq, relative_error
 from .model import QuantizedModel
-from .packing import QuantizedTensor, quantize_head, round_to_f16
+from .packing import quantize_head, round_to_f16
+from .packing_nf4 import AnyQuantized
 from .recipe import Recipe
 from .rtn import quantize_rtn
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 # Called with the stage's name, and how many of how many steps are done.
 Progress = Callable[[str, int, int], None]
-Quantized = dict[str, QuantizedTensor | NDArray[np.float16]]
+Quantized = dict[str, AnyQuantized | NDArray[np.float16]]
 
 STAGE = "quantize"
 
@@ -46,9 +48,9 @@ def quantize(
     """Quantizes every linear layer of the decoder; embedding, head, norms, biases and gates become float16.
 
     With GPTQ each layer sees the calibration text as the already quantized layers before it pass it on,
-    starting from the 8-bit embedding that the runtime will use. RTN needs no calibration. Tensors are read
-    from the source when their turn comes: at most the float32 weights of one layer are held, beside the
-    results and, for GPTQ, the hidden states of the calibration text and one layer's work on them.
+    starting from the 8-bit embedding that the runtime will use. Other methods need no calibration. Tensors
+    are read from the source when their turn comes: at most the float32 weights of one layer are held, beside
+    the results and, for GPTQ, the hidden states of the calibration text and one layer's work on them.
 
     Finished layers are kept in the folder `work`, where one is given and the run takes so long that it pays;
     with `resume` a run goes on after the last that an earlier one kept there, with the same result. The
@@ -170,11 +172,11 @@ def return_free_memory() -> None:
 
 
 def _embedded(
-    spec: ModelSpec, embedding: QuantizedTensor | NDArray[np.float16], token_ids: NDArray[np.int32]
+    spec: ModelSpec, embedding: AnyQuantized | NDArray[np.float16], token_ids: NDArray[np.int32]
 ) -> "Tensor":
     """The calibration text through the 8-bit embedding, [samples, seq_len, hidden]. Only the rows that occur
     are dequantized; rows are quantized one by one, so this changes nothing in them."""
-    assert not isinstance(embedding, QuantizedTensor)
+    assert isinstance(embedding, np.ndarray)
     if token_ids.size and not (token_ids.min() >= 0 and token_ids.max() < spec.vocab_size):
         raise CalibrationError(
             f"calibration token {token_ids.max()} is not in the model's vocabulary of {spec.vocab_size}"
@@ -193,9 +195,16 @@ def _rtn_layer(
             tensors[name] = half(source, name)
             continue
         weight = to_torch(source.tensor(name))
-        tensors[name] = quantized = quantize_rtn(weight, recipe, name)
+        tensors[name] = quantized = _rounded(weight, recipe, name)
         energy = float(weight.square().sum())
         errors[name] = float((to_torch(quantized) - weight).square().sum()) / energy if energy > 0 else 0.0
+
+
+def _rounded(weight: "Tensor", recipe: Recipe, name: str) -> AnyQuantized:
+    """A weight by itself, as a method without calibration has it."""
+    if recipe.method == "nf4":
+        return quantize_nf4(weight, recipe.group_size, name)
+    return quantize_int8(weight, name) if recipe.method == "int8" else quantize_rtn(weight, recipe, name)
 
 
 def _gptq_layer(

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from ..errors import UnsupportedModelError
 from ..export.weights import LogicalWeights
 from ..models.spec import ModelSpec
-from ..quant.packing import QuantizedTensor, unpack_rows
+from ..quant.packing import unpack_rows
 from ..quant.packing_ggml import GgmlType
-from ..quant.packing_nf4 import Nf4Tensor
+from ..quant.packing_nf4 import AnyQuantized, Nf4Tensor
 from ..quant.packing_rows import MatrixKind, MatrixRows
 
 # Raised whenever the same weights would become other bytes: files of packed weights are then made again.
@@ -94,7 +94,7 @@ class Packing:
             tiles, self.rows, self.columns, self.bits, self.kind, self.slices_per_group, self.permutation
         )
 
-    def _tiles(self, part: QuantizedTensor | Nf4Tensor) -> NDArray[np.uint8]:
+    def _tiles(self, part: AnyQuantized) -> NDArray[np.uint8]:
         tiles, slices = -(-part.out_features // TILE_ROWS), -(-self.columns // SLICE)
         header_bytes, slice_bytes = HEADER_BYTES[self.kind], TILE_ROWS * SLICE * self.bits // 8
         packed = np.empty((tiles, part.groups * header_bytes + slices * slice_bytes), np.uint8)
@@ -160,7 +160,7 @@ class FreshlyPacked:
     def vector(self, name: str) -> NDArray[np.float32]:
         """A norm's weight or a bias, [n] float32; a router's or gate's rows one after the other."""
         tensor = self._weights.tensor(name)
-        assert not isinstance(tensor, QuantizedTensor)
+        assert isinstance(tensor, np.ndarray)  # the model says which are vectors
         return np.ascontiguousarray(tensor, np.float32).reshape(-1)
 
 
@@ -178,12 +178,12 @@ def ggml_tiles_bytes(rows: int, columns: int, kind: GgmlType) -> int:
     return tiles_bytes(rows, columns, bits, MINIMUM if kind == "Q4_1" else SYMMETRIC, 1)
 
 
-def pack(tensor: QuantizedTensor | Nf4Tensor, name: str = "tensor") -> PackedLinear:
+def pack(tensor: AnyQuantized, name: str = "tensor") -> PackedLinear:
     """A quantized weight in memory, packed. Raises as `Packing` does."""
     return Packing(MatrixRows.of(tensor), name).packed()
 
 
-def _header(part: QuantizedTensor | Nf4Tensor, kind: int) -> tuple[NDArray[np.generic], ...]:
+def _header(part: AnyQuantized, kind: int) -> tuple[NDArray[np.generic], ...]:
     """What a header holds of each row and group, in order: arrays [rows, groups]."""
     if isinstance(part, Nf4Tensor) or kind == SYMMETRIC:
         return (part.scales,)

@@ -20,7 +20,7 @@ PACKAGES = {
     },
 }
 PACKING = tuple(  # numpy only
-    f"quant.packing{kind}" for kind in ("", "_awq", "_ggml", "_narrow", "_nf4", "_rows")
+    f"quant.packing{kind}" for kind in ("", "_awq", "_bnb", "_ggml", "_narrow", "_nf4", "_rows")
 )
 # DESIGN's table. A name covers what is inside it; every room may import itself and what ANYONE lists.
 MAY_IMPORT = {

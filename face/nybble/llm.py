@@ -21,15 +21,15 @@ from .streams import TokenStream
 
 
 class LLM:
-    """A model, opened from an artifact folder, a GPTQ or AWQ checkpoint, or a GGUF file, and run in this
-    process. A GGUF file runs on our own kernels, at its own bits in Q4_0, Q4_1 and Q8_0 and else in 8; the
-    alias `smollm2` names one where there is no such path.
+    """A model, opened from an artifact folder, a GPTQ, AWQ or bitsandbytes checkpoint, or a GGUF file, and
+    run in this process. A GGUF file runs on our own kernels, at its own bits in Q4_0, Q4_1 and Q8_0 and else
+    in 8; the alias `smollm2` names one where there is no such path.
 
     - `device`: "auto", or a device profile by name or file; it decides threads, memory, context and cache.
     - `executor`: "cpu", our own kernels, the same bits whatever else runs; "ort", ONNX Runtime; "auto" is the
       first on a CPU.
-    - `format`: which half of the artifact, "gptq" or "onnx"; "auto" prefers the GPTQ half on our kernels and
-      the ONNX half on ONNX Runtime.
+    - `format`: which half of the artifact, "gptq" (or "bnb", which one in NF4 or of method int8 has) or
+      "onnx"; "auto" prefers the checkpoint on our kernels and the ONNX half on ONNX Runtime.
     - `providers`: ONNX Runtime execution providers, best first, in place of the device's; a profile's options
       for them hold.
     - `memory_budget`: bytes, a size ("600MB") or a share of the device's memory (0.5), which this process

@@ -136,7 +136,8 @@ def open_planned(path: str | Path, bits: int | None = None, group_size: int | No
     with closing(open_runnable(path, "auto", "cpu")) as model:
         if not chosen:
             return PlannedModel(model.spec, model.recipe, model.half, model.linear_bytes)
-        recipe = replace(model.recipe, **chosen) if model.recipe else Recipe(**chosen)
+        known = model.recipe is not None and not model.recipe.is_bnb
+        recipe = replace(model.recipe, **chosen) if model.recipe and known else Recipe(**chosen)
         return PlannedModel(model.spec, recipe, "gptq")
 
 

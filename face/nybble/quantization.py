@@ -1,7 +1,6 @@
 """`quantize`: a model in, an artifact folder out."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,9 @@ def quantize(
     out: str | Path,
     *,
     recipe: Recipe | None = None,
-    calibration: str | Path | None = None,
+    calibration: str | Path | Sequence[str | Path] | None = None,
     adapter: str | Path | None = None,
-    formats: Sequence[str] = ("gptq", "onnx"),
+    formats: Sequence[str] | None = None,
     checkpoint_format: str = "auto",
     onnx_contract: str = "paged",
     overwrite: bool = False,
@@ -35,10 +34,13 @@ def quantize(
     the new one is whole.
 
     `settings` are `Recipe`'s fields and replace those of `recipe`: `bits=8`, `group_size=128`, ...
-    `calibration` is a file of UTF-8 text, or JSONL with `text` or `messages`; by default CPython's own
-    documentation. `adapter` is a folder with a LoRA in PEFT's format, merged first. `onnx_contract` says who
-    runs the ONNX half: "paged" for `OrtExecutor`, "genai" for onnxruntime-genai, or "both".
-    `progress(stage, done, total)` is called as work proceeds. Returns the manifest.
+    `formats` are the halves to write; by default the checkpoint, which is "gptq" or for the methods nf4 and
+    int8 "bnb", and "onnx". `calibration` is a file of UTF-8 text, or JSONL with `text` or `messages`;
+    "self", what the model itself writes; "default", CPython's own documentation; or several of these, each of
+    which may be followed by "=SHARE", its share of the windows. `adapter` is a folder with a LoRA in PEFT's
+    format, merged first. `onnx_contract` says who runs the ONNX half: "paged" for `OrtExecutor`, "genai" for
+    onnxruntime-genai, or "both". `progress(stage, done, total)` is called as work proceeds. Returns the
+    manifest.
 
     Finished layers are kept in a hidden folder beside `out` until the artifact is there, once half a minute
     went into them. With `resume` a run that was stopped is repeated from there, with the same bytes; the same
@@ -50,17 +52,22 @@ def quantize(
     from .export.artifact import GENAI_GRAPH
     from .export.genai_config import genai_config
     from .models import open_source
-    from .quant.calibration import load_calibration
+    from .own_text import own_text
     from .quant.checkpoint import discard, work_folder
+    from .quant.mixture import DEFAULT, load_mixture, parse_shares
     from .quant.quantize import quantize as quantize_model
     from .runtime.tokenizer import Tokenizer
 
     unknown = sorted(set(settings) - set(Recipe.__dataclass_fields__))
     if unknown:
         raise SettingError(f"unknown recipe settings: {', '.join(unknown)}")
-    chosen = replace(recipe or Recipe(), **settings)
+    chosen = (recipe or Recipe()).changed(**settings)
+    given = [calibration] if isinstance(calibration, str | Path) else calibration
+    if given and chosen.method != "gptq":
+        raise SettingError(f"calibration is {str(given[0])!r}, but method {chosen.method} needs none")
+    texts = parse_shares(given or [DEFAULT])
     out = Path(out)
-    check_onnx_contract(onnx_contract, check_formats(formats))
+    check_onnx_contract(onnx_contract, check_formats(formats, chosen))
     work = work_folder(check_output(out, overwrite))
     source = open_source(src, adapter)
     try:
@@ -69,11 +76,14 @@ def quantize(
         text = None
         if chosen.method == "gptq":
             tokenizer = Tokenizer(source.tokenizer_files)
-            text = load_calibration(
-                Path(calibration) if calibration is not None else None,
+            text = load_mixture(
+                texts,
                 encode=lambda text: tokenizer.encode(text, add_special_tokens=False, parse_special=True),
                 render=tokenizer.render_chat,
                 recipe=chosen,
+                own_text=lambda tokens: own_text(
+                    source, tokenizer, tokens, seed=chosen.seed, threads=threads, progress=progress
+                ),
             )
         model = quantize_model(
             source, chosen, text, progress=progress, threads=threads, work=work, resume=resume

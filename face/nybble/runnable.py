@@ -1,5 +1,5 @@
-"""What can be run: an artifact folder, a GPTQ or AWQ checkpoint that somebody else made, or a GGUF file, the
-latter two at their own bits."""
+"""What can be run: an artifact folder, a GPTQ, AWQ or bitsandbytes checkpoint that somebody else made, or a
+GGUF file, the latter two at their own bits."""
 
 import os
 from collections.abc import Callable, Mapping

@@ -64,7 +64,10 @@ def verify(path: str | Path, *, threads: int | None = None, progress: Report | N
         expected = _onnx_log_probabilities(artifact, ids, threads)
         if both:
             kl, agreement = _compare(
-                "the halves' logits", artifact, expected, _gptq_log_probabilities(artifact, ids, threads)
+                "the halves' logits",
+                artifact,
+                expected,
+                _checkpoint_log_probabilities(artifact, ids, threads),
             )
         if has_genai:
             found = _genai_log_probabilities(artifact, ids, threads)
@@ -108,10 +111,14 @@ def _onnx_log_probabilities(artifact: "Artifact", ids: list[int], threads: int |
         return _log_probabilities(executor, ids)
 
 
-def _gptq_log_probabilities(artifact: "Artifact", ids: list[int], threads: int | None) -> NDArray[np.float64]:
+def _checkpoint_log_probabilities(
+    artifact: "Artifact", ids: list[int], threads: int | None
+) -> NDArray[np.float64]:
+    from .export.manifest import checkpoint_of
     from .runtime.ort_executor import OrtExecutor
 
-    with OrtExecutor.from_weights(artifact.weights("gptq"), threads=threads, accuracy_level=0) as executor:
+    weights = artifact.weights(checkpoint_of(artifact.manifest.recipe))
+    with OrtExecutor.from_weights(weights, threads=threads, accuracy_level=0) as executor:
         return _log_probabilities(executor, ids)
 
 

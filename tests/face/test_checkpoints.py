@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bnb_checkpoints import INT8_SETTINGS, NF4_SETTINGS, write_bnb_checkpoint
 from checkpoints import Layer, write_checkpoint
 
 from nybble import LLM, SamplingParams, SettingError
@@ -47,22 +48,34 @@ def reference(source: Path, meant: dict[str, np.ndarray]) -> np.ndarray:
     return np.asarray(logits[:-1].gather(1, torch.tensor(IDS[1:])[:, None])[:, 0])
 
 
+BNB: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nf4": (NF4_SETTINGS, {"blocksize": 128}),
+    "nf4, scales quantized": (NF4_SETTINGS, {"double": True}),
+    "int8": (INT8_SETTINGS, {}),
+}
+
+
 @pytest.mark.parametrize("executor", ["cpu", "ort"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *BNB])
 def test_it_computes_what_its_weights_mean(
     make_tiny_model: Callable[..., Path], tmp_path: Path, case: str, executor: str
 ) -> None:
-    settings, layer = CASES[case]
-    meant = write_checkpoint(make_tiny_model(), tmp_path / "q", settings, lambda stem: layer)
-    expected = reference(make_tiny_model(), meant)
+    if case in BNB:
+        source = make_tiny_model(hidden_size=128, intermediate_size=128, num_attention_heads=8)
+        meant = write_bnb_checkpoint(source, tmp_path / "q", BNB[case][0], **BNB[case][1])
+    else:
+        source, (settings, layer) = make_tiny_model(), CASES[case]
+        meant = write_checkpoint(source, tmp_path / "q", settings, lambda stem: layer)
+    expected = reference(source, meant)
     with LLM(tmp_path / "q", executor=executor, threads=1, max_model_len=128) as llm:
         scores = llm.score(IDS).logprobs[1:]
         answers = [llm.generate(IDS, SamplingParams(max_tokens=8, ignore_eos=True)).token_ids for _ in "ab"]
     assert answers[0] == answers[1]
-    # Activations in 8 bits, and the head's weights; another weight changes them by 1 and more.
+    # Activations in 8 bits, and the head's weights; another weight changes them by 1 and more. Those of
+    # bitsandbytes are of a wider model, and our kernels have NF4's code book in whole 127ths.
     error = np.abs(np.array(scores, np.float32) - expected)
-    assert error.mean() < 0.02
-    assert error.max() < 0.1
+    assert error.mean() < (0.04 if case in BNB else 0.02)
+    assert error.max() < (0.2 if case in BNB else 0.1)
 
 
 def test_packed_weights_are_kept(

@@ -41,7 +41,7 @@ SAMPLING_NAMES = (
 
 OPENING = (
     click.option("--device", default="auto", show_default=True, help="A device profile's name or file."),
-    click.option("--format", "format_", type=click.Choice(["auto", "gptq", "onnx"]), default="auto"),
+    click.option("--format", "format_", type=click.Choice(["auto", "gptq", "bnb", "onnx"]), default="auto"),
     click.option("--executor", type=click.Choice(["auto", "cpu", "ort"]), default="auto"),
     click.option(
         "--provider", "providers", multiple=True, help="ONNX Runtime execution provider; repeatable."
