@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from foreign_python import run_cases
-from test_interop_gptqmodel import write_reference
+from foreign_python import run_cases, write_reference
 
 from nybble.export import write_artifact
 from nybble.quant.model import QuantizedModel

@@ -6,7 +6,6 @@ NYBBLE_GPTQMODEL_PYTHON names the python of an environment with gptqmodel (and o
     ENV/bin/pip install --no-build-isolation -c constraints.txt gptqmodel optimum transformers==5.24.0
 """
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decoders import stored
-from foreign_python import run_cases
+from foreign_python import run_cases, write_reference
 
 from nybble.export import write_artifact
 from nybble.quant.model import QuantizedModel
-from nybble.quant.packing import QuantizedTensor
 from nybble.quant.recipe import Recipe
 
 SCRIPT = Path(__file__).with_name("gptqmodel_script.py")
@@ -64,20 +61,6 @@ TINY: dict[str, dict[str, Any]] = {
     "transformers, asymmetric, 8 bits": {"loader": "transformers", "symmetric": False, "bits": 8},
     "transformers, gemma3": {"loader": "transformers", "family": "gemma3_text"},
 }
-
-
-def write_reference(model: QuantizedModel, folder: Path) -> None:
-    """A Hugging Face folder of what the artifact's numbers stand for, in float32."""
-    from safetensors.numpy import save_file
-
-    folder.mkdir()
-    tensors = {
-        name: t.dequantize() if isinstance(t, QuantizedTensor) else t.astype(np.float32)
-        for name, t in model.tensors.items()
-    }
-    save_file(stored(model.spec, tensors), folder / "model.safetensors", metadata={"format": "pt"})
-    config = {**model.config, "dtype": "float32", "torch_dtype": "float32"}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
