@@ -26,7 +26,7 @@ $(SETUP): $(INPUTS)
 
 $(ARTIFACT)/nybble.json: | $(SETUP)
 	mkdir -p $(dir $(ARTIFACT))
-	$(BIN)/nybble quantize smollm2 --output $(ARTIFACT) --bits 4 --group-size 64
+	$(BIN)/nybble quantize smollm2 --output $(ARTIFACT) --group-size 64 --sym
 
 demo: $(SETUP) $(ARTIFACT)/nybble.json
 	$(BIN)/nybble info $(ARTIFACT)

@@ -1,15 +1,17 @@
-"""Quantization of a model: wall time, peak resident memory and perplexity for each recipe.
+"""Quantization of a model: wall time, peak resident memory and quality for each recipe.
 
-    python benchmarks/quantize.py                                  # smollm2, the recipes below
-    python benchmarks/quantize.py --recipe '{"group_size": 32}' --recipe '{"method": "rtn"}'
+    python benchmarks/quantize.py                                  # smollm2, the rows below
+    python benchmarks/quantize.py --row balanced --row 'balanced {"group_size": 64}'
     python benchmarks/quantize.py --gptqmodel-python .venv-gptqmodel/bin/python
 
-Each run is a process of its own. The time is that of `quantize` with opening the model and reading the
-calibration text, without importing torch; the memory is the process's peak by the end of it. Perplexity is
-computed afterwards in torch float32 on 40 windows of 512 tokens of the odd entries of `pydoc_data.topics`
-(calibration takes the even ones), over the dequantized weights, 8-bit embedding and head included. With
-`--gptqmodel-python`, GPTQModel quantizes the same weights on the same windows with the same bits, group size
-and symmetry, and its result is measured in the same way. Prints a table, and writes JSON.
+A row is a recipe's name with settings that replace its own, and `rotated` before it for the same model with
+its residual stream rotated (`rotated.py`). Each row is a process of its own. The time is that of `quantize`
+with opening the model and reading the calibration text, without importing torch; the memory is the process's
+peak by the end of it. Quality is computed afterwards in torch float32 over the dequantized weights, 8-bit
+embedding and head included: perplexity, KL divergence to the float model and agreement of the most likely
+token, on 40 windows of 512 tokens of the odd entries of `pydoc_data.topics` (calibration takes the even ones)
+and on other texts. With `--gptqmodel-python`, GPTQModel quantizes the same weights on the same windows with 4
+bits, symmetric, group 64. Prints a table, and writes JSON.
 """
 
 import argparse
@@ -22,52 +24,69 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from quantize_quality import compare, ends_of, windows_of
+from rotated import RotatedSource
 
 from nybble.models import ModelSource, open_source
 from nybble.quant.packing import QuantizedTensor, from_gptq, quantize_head
 from nybble.quant.recipe import Recipe
+from nybble.quant.recipe_files import load_recipe
 
-RECIPES = (
-    Recipe(),
-    Recipe(symmetric=False),
-    Recipe(group_size=32),
-    Recipe(group_size=128),
-    Recipe(act_order="dynamic"),
-    Recipe(method="rtn"),
-    Recipe(bits=8),
+PLAIN = '{"correction": 0, "weigh_tokens": false, "sweeps": 0'
+ROWS = (
+    "fast",
+    "balanced",
+    "best",
+    'balanced {"symmetric": true, "group_size": 64}',
+    'balanced {"symmetric": true}',
+    f"balanced {PLAIN}}}",
+    f'balanced {PLAIN}, "symmetric": true, "group_size": 64}}',
+    'fast {"symmetric": true, "group_size": 64}',
+    'balanced {"bits": 8, "group_size": 64, "symmetric": true}',
+    "rotated fast",
+    f"rotated balanced {PLAIN}}}",
+    "rotated balanced",
+    "rotated best",
 )
 RESULTS = Path(__file__).parent / "results" / "quantize.json"
 PEER = Path(__file__).parent / "quantize_gptqmodel.py"
-WINDOWS, WINDOW_LENGTH = 40, 512
 
 
-def encoder(source: ModelSource) -> Callable[[str], list[int]]:
+def row_recipe(row: str) -> Recipe:
+    name, _, settings = row.removeprefix("rotated ").partition(" ")
+    return Recipe.from_json(load_recipe(name).to_json() | json.loads(settings or "{}"))
+
+
+def row_source(model: str, row: str) -> ModelSource:
+    source = open_source(model)
+    return RotatedSource(source) if row.startswith("rotated ") else source
+
+
+def encoder(source: ModelSource) -> Any:
     from nybble.runtime.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(source.tokenizer_files)
     return lambda text: tokenizer.encode(text, add_special_tokens=False)
 
 
-def perplexity_of(provider: Any, source: ModelSource) -> float:
-    from nybble.quant.calibration import evaluation_text
-    from nybble.quant.quality import evaluation_windows, logits_function, perplexity
-
-    ids = np.asarray(encoder(source)(evaluation_text()))
-    return perplexity(logits_function(provider), evaluation_windows(ids, WINDOWS, WINDOW_LENGTH))
-
-
 def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure_ours(model: str, recipe: Recipe, threads: int) -> dict[str, Any]:
+def bits_per_weight(source: ModelSource, recipe: Recipe) -> float:
+    """Of the linear layers: codes, scales and zero points."""
+    spec = source.spec
+    linears = [x for layer in range(spec.num_layers) for x in spec.linears(layer)]
+    used = sum(x.out_features * recipe.format_of(x.name).row_bits(x.in_features) for x in linears)
+    return used / sum(x.out_features * x.in_features for x in linears)
+
+
+def measure(model: str, row: str, threads: int, reference: Path) -> dict[str, Any]:
     import torch
 
     from nybble.quant.calibration import load_calibration
@@ -75,19 +94,36 @@ def measure_ours(model: str, recipe: Recipe, threads: int) -> dict[str, Any]:
     from nybble.quant.quantize import quantize
 
     torch.set_num_threads(threads)
-    start = time.monotonic()
-    source = open_source(model)
+    recipe = row_recipe(row)
+    start, busy = time.monotonic(), time.process_time()
+    source = row_source(model, row)
     calibration = None
     if recipe.method == "gptq":
         calibration = load_calibration(None, encode=encoder(source), recipe=recipe)
     result = quantize(source, recipe, calibration, threads=threads)
-    seconds, peak = time.monotonic() - start, peak_bytes()
+    seconds, busy, peak = time.monotonic() - start, time.process_time() - busy, peak_bytes()
+    quality = compare(DequantizedModel(result), windows_of(source), torch.load(reference, weights_only=False))
     return {
+        "recipe": recipe.to_json(),
         "seconds": seconds,
+        "cpu_seconds": busy,
         "peak_bytes": peak,
-        "perplexity": perplexity_of(DequantizedModel(result), source),
+        "bits_per_weight": bits_per_weight(source, result.recipe),
         "mean_layer_error": float(np.mean(list(result.layer_errors.values()))),
+        "texts": quality,
     }
+
+
+def measure_reference(model: str, threads: int, reference: Path) -> dict[str, Any]:
+    """The float model's own figures; what others are compared with goes into the file `reference`."""
+    import torch
+
+    torch.set_num_threads(threads)
+    source = open_source(model)
+    windows = windows_of(source)
+    ends = ends_of(source, windows)
+    torch.save(ends, reference)
+    return {"texts": compare(source, windows, None, ends)}
 
 
 class GptqFolder:
@@ -114,13 +150,12 @@ class GptqFolder:
         return from_gptq(**parts, bits=bits, group_size=group_size, checkpoint_format=self._format, name=name)
 
 
-def write_for_peer(model: str, recipe: Recipe, folder: Path) -> None:
+def write_for_peer(source: ModelSource, recipe: Recipe, folder: Path) -> None:
     """The model as a float32 Hugging Face folder, and the calibration windows beside it."""
     from safetensors.numpy import save_file
 
     from nybble.quant.calibration import load_calibration
 
-    source = open_source(model)
     config = {**source.config, "torch_dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))
     for name, content in source.tokenizer_files.items():
@@ -131,11 +166,14 @@ def write_for_peer(model: str, recipe: Recipe, folder: Path) -> None:
     np.save(folder / "calibration.npy", calibration.token_ids)
 
 
-def measure_gptqmodel(model: str, recipe: Recipe, threads: int, python: str) -> dict[str, Any]:
+def measure_gptqmodel(model: str, row: str, threads: int, python: str, reference: Path) -> dict[str, Any]:
+    import torch
+
+    recipe, source = Recipe(), row_source(model, row)
     with tempfile.TemporaryDirectory() as name:
         original, output = Path(name) / "model", Path(name) / "quantized"
         original.mkdir()
-        write_for_peer(model, recipe, original)
+        write_for_peer(source, recipe, original)
         settings = {
             "bits": recipe.bits,
             "group_size": recipe.group_size,
@@ -144,8 +182,12 @@ def measure_gptqmodel(model: str, recipe: Recipe, threads: int, python: str) -> 
         }
         command = [python, str(PEER), str(original), str(output), json.dumps(settings)]
         figures = json.loads(run(command, threads).splitlines()[-1])
-        source = open_source(model)
-        return figures | {"perplexity": perplexity_of(GptqFolder(output, source, recipe), source)}
+        peer = GptqFolder(output, source, recipe)
+        ends = torch.load(reference, weights_only=False)
+        return figures | {
+            "bits_per_weight": bits_per_weight(source, recipe),
+            "texts": compare(peer, windows_of(source), ends),
+        }
 
 
 def run(command: list[str], threads: int) -> str:
@@ -158,26 +200,26 @@ def run(command: list[str], threads: int) -> str:
     return child.stdout
 
 
-def describe(recipe: Recipe) -> str:
-    words = [recipe.method, f"{recipe.bits} bits", f"group {recipe.group_size}"]
-    words.append("symmetric" if recipe.symmetric else "asymmetric")
-    if recipe.method == "gptq":
-        words.append(f"act-order {recipe.act_order}")
-    return ", ".join(words if recipe.clip_search else [*words, "no clip search"])
-
-
 def show(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("", "seconds", "peak MB", "perplexity", title="Quantization")
+    names = list(rows[0]["texts"])
+    table = Table("", "bits", "seconds", "peak MB", title="Quantization: perplexity, KL ‰, same token %")
+    for name in names:
+        table.add_column(name)
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
+        bits = f"{row['bits_per_weight']:.2f}" if "bits_per_weight" in row else ""
         seconds = f"{row['seconds']:.1f}" if "seconds" in row else ""
         peak = f"{row['peak_bytes'] / 1e6:.0f}" if "peak_bytes" in row else ""
-        table.add_row(row["name"], seconds, peak, f"{row['perplexity']:.3f}")
-    Console().print(table)
+        cells = []
+        for figures in row["texts"].values():
+            more = f" {figures['kl'] * 1000:.1f} {figures['top1'] * 100:.1f}" if "kl" in figures else ""
+            cells.append(f"{figures['perplexity']:.3f}{more}")
+        table.add_row(row["name"], bits, seconds, peak, *cells)
+    Console(width=160).print(table)
 
 
 def versions() -> dict[str, str]:
@@ -191,47 +233,58 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2", help="a Hugging Face folder, a GGUF file, or smollm2")
-    parser.add_argument("--recipe", action="append", help="a recipe's settings as JSON; may be repeated")
+    parser.add_argument("--row", action="append", help="may be repeated")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--gptqmodel-python", help="a Python in which GPTQModel is installed")
+    parser.add_argument("--add", action="store_true", help="keep the rows that the output has")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--reference", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child == "reference":
-        source = open_source(arguments.model)
-        print(json.dumps({"perplexity": perplexity_of(source, source)}))
-        return
+    model, threads = arguments.model, arguments.threads
     if arguments.child:
-        recipe = Recipe.from_json(json.loads(arguments.child))
-        print(json.dumps(measure_ours(arguments.model, recipe, arguments.threads)))
+        if arguments.child == "reference":
+            figures = measure_reference(model, threads, arguments.reference)
+        else:
+            figures = measure(model, arguments.child, threads, arguments.reference)
+        print(json.dumps(figures))
         return
-    recipes = [Recipe.from_json(json.loads(text)) for text in arguments.recipe or ()] or list(RECIPES)
-    threads = arguments.threads
+    with tempfile.TemporaryDirectory() as folder:
+        reference = Path(folder) / "reference.pt"
 
-    def child(what: str) -> dict[str, Any]:
-        command = [sys.executable, __file__, "--model", arguments.model, "--threads", str(threads)]
-        figures: dict[str, Any] = json.loads(run([*command, "--child", what], threads).splitlines()[-1])
-        return figures
+        def child(what: str) -> dict[str, Any]:
+            command = [sys.executable, __file__, "--model", model, "--threads", str(threads)]
+            command += ["--reference", str(reference), "--child", what]
+            figures: dict[str, Any] = json.loads(run(command, threads).splitlines()[-1])
+            return figures
 
-    rows = [{"name": "float32", **child("reference")}]
-    for recipe in recipes:
-        figures = child(json.dumps(recipe.to_json()))
-        rows.append({"name": describe(recipe), "recipe": recipe.to_json(), **figures})
-        print(f"{describe(recipe)}: perplexity {figures['perplexity']:.3f}", file=sys.stderr, flush=True)
-    if arguments.gptqmodel_python:
-        peer = replace(recipes[0], method="gptq")
-        figures = measure_gptqmodel(arguments.model, peer, threads, arguments.gptqmodel_python)
-        rows.append({"name": f"GPTQModel {figures['version']}, as the first recipe", **figures})
+        rows = [{"name": "float32", **child("reference")}]
+        if arguments.add and arguments.output.exists():
+            rows += json.loads(arguments.output.read_text())["rows"][1:]
+        for row in arguments.row or ROWS:
+            rows = [x for x in rows if x["name"] != row]
+            rows.append({"name": row, **child(row)})
+            print(f"{row}: {rows[-1]['texts']}", file=sys.stderr, flush=True)
+            write(arguments.output, model, threads, rows)
+        if arguments.gptqmodel_python:
+            for row in ("original", "rotated "):
+                figures = measure_gptqmodel(model, row, threads, arguments.gptqmodel_python, reference)
+                name = f"{row} GPTQModel {figures['version']}".replace("original ", "").replace("  ", " ")
+                rows = [*(x for x in rows if x["name"] != name), {"name": name, **figures}]
+                write(arguments.output, model, threads, rows)
     show(rows)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+
+
+def write(output: Path, model: str, threads: int, rows: list[dict[str, Any]]) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
     report = {
         "command": shlex.join(["python", "benchmarks/quantize.py", *sys.argv[1:]]),
-        "model": Path(arguments.model).name,
+        "model": Path(model).name,
         "threads": threads,
         "versions": versions(),
         "rows": rows,
     }
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

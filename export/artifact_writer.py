@@ -73,7 +73,7 @@ def check_onnx_contract(contract: str, formats: Sequence[str]) -> OnnxContract:
 
 def artifact_bytes(spec: ModelSpec, recipe: Recipe) -> dict[Format, int]:
     """About how many bytes each half takes on the disk, known before anything is quantized."""
-    half, shards = checkpoint_of(recipe), plan_gptq(spec, recipe.bits, recipe.group_size)
+    half, shards = checkpoint_of(recipe), plan_gptq(spec, recipe)
     if half == "bnb":
         shards = plan_bnb(spec, recipe)
     onnx = 0
@@ -83,7 +83,8 @@ def artifact_bytes(spec: ModelSpec, recipe: Recipe) -> dict[Format, int]:
         elif name in (spec.embedding_name, spec.head_name):
             onnx += _quantized_bytes(shape, HEAD_BITS, HEAD_GROUP_SIZE)
         else:
-            onnx += _quantized_bytes(shape, recipe.bits, recipe.group_size)
+            form = recipe.format_of(name)
+            onnx += _quantized_bytes(shape, form.bits, form.group_size)
     return {half: sum(shard.nbytes for shard in shards), "onnx": onnx}
 
 
@@ -180,26 +181,31 @@ def write_artifact(
 
 def _resolved_checkpoint_format(model: QuantizedModel, choice: str) -> CheckpointFormat:
     if choice == "auto":
-        return "gptq" if model.recipe.symmetric else "gptq_v2"
+        return "gptq" if _symmetric(model.recipe) else "gptq_v2"
     if choice not in CHECKPOINT_FORMATS:
         raise SettingError(f"checkpoint_format is {choice!r}; expected auto, gptq or gptq_v2")
     return CHECKPOINT_FORMATS[CHECKPOINT_FORMATS.index(choice)]
 
 
+def _symmetric(recipe: Recipe) -> bool:
+    """Whether no linear layer has zero points of its own."""
+    return all(form.symmetric for form in recipe.all_formats)
+
+
 def _refusals(model: QuantizedModel, checkpoint_format: CheckpointFormat) -> dict[str, str]:
     """The loaders that are known not to load this GPTQ half, and why."""
-    size = model.recipe.group_size
-    inputs = {x.in_features for layer in range(model.spec.num_layers) for x in model.spec.linears(layer)}
-    short = sorted(n for n in inputs if size != -1 and n % size)
+    linears = [x for layer in range(model.spec.num_layers) for x in model.spec.linears(layer)]
+    sizes = {(x.in_features, model.recipe.format_of(x.name).group_size) for x in linears}
+    short = sorted((n, size) for n, size in sizes if size != -1 and n % size)
     refused = {}
     if short:
-        reason = f"the group size {size} does not divide an input size of {short[0]}"
+        reason = f"the group size {short[0][1]} does not divide an input size of {short[0][0]}"
         refused = dict.fromkeys(REFUSES_SHORT_GROUPS, reason)
     if model.spec.fused_projections:
         refused["GPTQModel"] = (
             "gate_up_proj in one piece, as transformers' class has it; it expects two layers"
         )
-    if not model.recipe.symmetric and checkpoint_format == "gptq":
+    if not _symmetric(model.recipe) and checkpoint_format == "gptq":
         refused["GPTQModel"] = "zero points in the gptq checkpoint format, which it takes from itself only"
     return refused
 

@@ -13,6 +13,7 @@ from ..models.spec import ModelSpec
 from ..quant.model import QuantizedModel
 from ..quant.packing import CheckpointFormat, QuantizedTensor, to_gptq
 from ..quant.packing_rows import stacked
+from ..quant.recipe import Recipe
 from .safetensors_writer import SHARD_LIMIT, ShardPlan, TensorLayout, plan_shards, write_shards
 
 
@@ -29,23 +30,24 @@ def linear_layout(
     )
 
 
-def gptq_layout(spec: ModelSpec, bits: int, group_size: int) -> dict[str, tuple[TensorLayout, ...]]:
+def gptq_layout(spec: ModelSpec, recipe: Recipe) -> dict[str, tuple[TensorLayout, ...]]:
     """Every tensor of the checkpoint, by its name in an unquantized one: four for a linear layer's weight,
     one in float16 for anything else. In the order data meets them."""
     linears = {x.linear.name for layer in range(spec.num_layers) for x in spec.stored_linears(layer)}
+    formats = {rows.name: recipe.format_of(source) for source, rows in spec.stored_rows().items()}
     layout = {}
     for name, shape in spec.stored_tensors().items():
         if name in linears:
-            stem = name.removesuffix(".weight")
-            layout[name] = linear_layout(stem, shape[0], shape[1], bits, group_size)
+            stem, form = name.removesuffix(".weight"), formats[name]
+            layout[name] = linear_layout(stem, shape[0], shape[1], form.bits, form.group_size)
         else:
             layout[name] = (TensorLayout(name, "F16", shape),)
     return layout
 
 
-def plan_gptq(spec: ModelSpec, bits: int, group_size: int, limit: int = SHARD_LIMIT) -> tuple[ShardPlan, ...]:
+def plan_gptq(spec: ModelSpec, recipe: Recipe, limit: int = SHARD_LIMIT) -> tuple[ShardPlan, ...]:
     """The files of the checkpoint and their tensors; their sizes are known before anything is written."""
-    return plan_shards(gptq_layout(spec, bits, group_size).values(), limit)
+    return plan_shards(gptq_layout(spec, recipe).values(), limit)
 
 
 def write_gptq(
@@ -59,8 +61,7 @@ def write_gptq(
     """Writes the model's tensors into `folder`, tensor by tensor, and the index where there are several
     files. `advance` is told the bytes of each tensor when it is written. Raises `OutputError` for a tensor
     that is missing or is not what the recipe says, `OSError` from the disk."""
-    recipe = model.recipe
-    layout = gptq_layout(model.spec, recipe.bits, recipe.group_size)
+    layout = gptq_layout(model.spec, model.recipe)
     sources: dict[str, list[str]] = {}
     for name, rows in model.spec.stored_rows().items():
         sources.setdefault(rows.name, []).append(name)
@@ -88,8 +89,9 @@ def _parts(
             continue
         if not isinstance(tensor, QuantizedTensor):
             raise OutputError(f"{source}: is in NF4, which the GPTQ format lacks")
-        if tensor.bits != model.recipe.bits:
-            raise OutputError(f"{source}: has {tensor.bits} bits; the recipe says {model.recipe.bits}")
+        bits = model.recipe.format_of(source).bits
+        if tensor.bits != bits:
+            raise OutputError(f"{source}: has {tensor.bits} bits; the recipe says {bits}")
         quantized.append(tensor)
     if plain:
         return {name: plain[0] if len(plain) == 1 else np.concatenate(plain)}

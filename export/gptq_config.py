@@ -32,7 +32,14 @@ class GptqConfig:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, checkpoint_format: CheckpointFormat = "gptq") -> "GptqConfig":
-        return cls(recipe.bits, recipe.group_size, recipe.desc_act, recipe.symmetric, checkpoint_format)
+        symmetric = all(form.symmetric for form in recipe.all_formats)
+        dynamic = tuple(
+            LayerOverride.of(name.removesuffix(".weight"), form.bits, form.group_size)
+            for name, form in recipe.formats
+        )
+        return cls(
+            recipe.bits, recipe.group_size, recipe.desc_act, symmetric, checkpoint_format, dynamic=dynamic
+        )
 
     @classmethod
     def from_json(cls, data: object, where: str) -> "GptqConfig":
@@ -73,7 +80,7 @@ class GptqConfig:
 
     def to_json(self, recipe: Recipe, version: str) -> dict[str, Any]:
         """What `config.json` (as `quantization_config`) and `quantize_config.json` hold."""
-        return {
+        settings: dict[str, Any] = {
             "quant_method": "gptq",
             "bits": self.bits,
             "group_size": self.group_size,
@@ -87,3 +94,8 @@ class GptqConfig:
             "true_sequential": True,
             "meta": {"quantizer": [f"nybble:{version}"]},
         }
+        if self.dynamic:
+            settings["dynamic"] = {
+                f"+:{x.pattern}": {"bits": x.bits, "group_size": x.group_size} for x in self.dynamic
+            }
+        return settings

@@ -35,6 +35,11 @@ class LayerOverride:
     bits: int | None = None
     group_size: int | None = None
 
+    @classmethod
+    def of(cls, name: str, bits: int, group_size: int) -> "LayerOverride":
+        """Of the one layer of that name."""
+        return cls(f"^{re.escape(name)}$", False, bits, group_size)
+
 
 def read_overrides(dynamic: object, where: str) -> tuple[LayerOverride, ...]:
     """Checks `dynamic`, an object from pattern to settings: `-:` before a pattern leaves layers as they are,

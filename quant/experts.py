@@ -7,11 +7,11 @@ the layer's others at equal distances. What the mixture gives is not changed by 
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING
 
 from ..models.spec import LinearSpec, MixtureSpec, ModelSpec
-from .mlp import BeforeLinears, activate
+from .mlp import Stage, activate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,18 +19,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("nybble.quant")
 
 
-def run_mixture(
-    spec: ModelSpec,
-    layer: int,
-    weights: "Mapping[str, Tensor]",
-    x: "Tensor",
-    before: BeforeLinears | None = None,
-) -> "tuple[Tensor, int]":
-    """What a layer's mixture gives for `x` [tokens, hidden] float32, [tokens, hidden], and how many experts
-    were starved.
+def mixture_stages(
+    spec: ModelSpec, layer: int, weights: "Mapping[str, Tensor]", x: "Tensor", *, calibrate: bool
+) -> "Generator[Stage, None, Tensor]":
+    """What a layer's mixture gives for `x` [tokens, hidden] float32: [tokens, hidden].
 
-    `before` is called twice for each expert, for gate and up, then for down, with its own tokens and, where
-    it is starved, others; those are one line in the log `nybble.quant`. Without `before` none is.
+    Stops twice for each expert, before gate and up, then before down, with the tokens that it is calibrated
+    on. How many experts are starved is one line in the log `nybble.quant`. Without `calibrate` none is: the
+    tokens are its own, and an expert that has none is left out.
     """
     import torch
 
@@ -39,19 +35,19 @@ def run_mixture(
     router, *shared_gate = (weights[name] for name in spec.gates(layer))
     linears = spec.linears(layer)[4:]
     chosen, shares = routing(mixture, x @ router.T)
-    enough = min(spec.hidden_size, len(x)) if before is not None else 0
+    enough = min(spec.hidden_size, len(x)) if calibrate else 0
     result, starved = torch.zeros_like(x), 0
     for expert in range(mixture.num_experts):
         own = chosen[:, expert].nonzero().flatten()
-        tokens = own
-        if len(own) < enough:
+        few, tokens = len(own) < enough, own
+        if few:
             starved += 1
             tokens = torch.cat((own, _others(chosen[:, expert], enough - len(own))))
         if len(tokens):
-            given = _run_expert(spec, linears[3 * expert :][:3], weights, x[tokens], before)[: len(own)]
-            result[own] += shares[own, expert, None] * given
+            given = yield from _expert_stages(spec, linears[3 * expert :][:3], weights, x[tokens], few)
+            result[own] += shares[own, expert, None] * given[: len(own)]
     if shared_gate:
-        given = _run_expert(spec, linears[-3:], weights, x, before)
+        given = yield from _expert_stages(spec, linears[-3:], weights, x, False)
         result += torch.sigmoid(x @ shared_gate[0].T) * given
     if starved:
         log.warning(
@@ -59,7 +55,7 @@ def run_mixture(
             "them; others of the layer's were added",
             layer, starved, mixture.num_experts, enough, len(x),
         )  # fmt: skip
-    return result, starved
+    return result
 
 
 def routing(mixture: MixtureSpec, logits: "Tensor") -> "tuple[Tensor, Tensor]":
@@ -82,20 +78,18 @@ def _others(chosen: "Tensor", count: int) -> "Tensor":
     return found[torch.arange(count) * len(found) // max(1, count)]
 
 
-def _run_expert(
+def _expert_stages(
     spec: ModelSpec,
     linears: tuple[LinearSpec, ...],
     weights: "Mapping[str, Tensor]",
     x: "Tensor",
-    before: BeforeLinears | None,
-) -> "Tensor":
+    starved: bool,
+) -> "Generator[Stage, None, Tensor]":
     """What one expert gives for `x` [tokens, hidden], unweighted."""
     from torch.nn.functional import linear
 
     gate, up, down = linears
-    if before is not None:
-        before((gate, up), x)
+    yield Stage((gate, up), x, starved=starved)
     inner = activate(linear(x, weights[gate.name]), spec.activation).mul_(linear(x, weights[up.name]))
-    if before is not None:
-        before((down,), inner)
+    yield Stage((down,), inner)
     return linear(inner, weights[down.name])

@@ -4,15 +4,15 @@ It is what calibration runs: between the parts of a layer a caller sees the inpu
 come next and may replace their weights, so that one pass over a layer quantizes it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..models.spec import LinearSpec, ModelSpec, RopeSpec
-from .experts import run_mixture
-from .mlp import BeforeLinears, activate
+from .experts import mixture_stages
+from .mlp import BeforeLinears, Stage, activate
 from .packing_nf4 import AnyQuantized
 
 if TYPE_CHECKING:
@@ -66,73 +66,142 @@ def forward_layer(
     *,
     batch: int = 8,
     before: BeforeLinears | None = None,
-) -> int:
-    """Runs one layer on `hidden` [B, S, hidden] float32, in place, `batch` sequences at a time. Returns how
-    many experts of its mixture were starved (`experts.py`); 0 without a mixture or `before`.
+) -> None:
+    """Runs one layer on `hidden` [B, S, hidden] float32, in place, `batch` sequences at a time.
 
     `weights` holds the layer's tensors by name in float32. `before` is called four times: for q, k and v; for
-    o; for gate and up; for down. In a mixture of experts the last two come for each expert, with the tokens
-    that `experts.run_mixture` gives it.
+    o; for gate and up; for down. In a layer with a mixture it is called for q, k and v and for o, then as
+    `mixture_stages` says.
     """
+    for stage in layer_stages(spec, layer, weights, hidden, batch=batch, calibrate=before is not None):
+        if before is not None:
+            before(stage.linears, stage.inputs)
+
+
+def layer_stages(
+    spec: ModelSpec,
+    layer: int,
+    weights: "Mapping[str, Tensor]",
+    hidden: "Tensor",
+    *,
+    batch: int = 8,
+    calibrate: bool = True,
+) -> Iterator[Stage]:
+    """`forward_layer` in steps: stops before each set of linear layers that share an input. Their weights in
+    `weights` may be replaced then; what they are when it goes on is what is computed. Without `calibrate` the
+    stages of starved experts have none but their own tokens."""
     import torch
 
     q, k, v, o, *mlp = spec.linears(layer)
-    norms, (q_norm, k_norm) = spec.layer_norms(layer), spec.qk_norms(layer)
-    rope = spec.rope_index(layer)
+    norms = spec.layer_norms(layer)
     count, length, _ = hidden.shape
     parts = [slice(i, i + batch) for i in range(0, count, batch)]
-    tables = None if rope is None else rope_tables(spec.ropes[rope], length)
+    tables = layer_rope_tables(spec, layer, length)
 
-    def norm(x: "Tensor", name: str | None) -> "Tensor":
-        return x if name is None else rms_norm(spec, x, weights[name])
-
-    def add(part: slice, y: "Tensor", name: str | None) -> None:
-        y = norm(y, name)
-        hidden[part] += y if spec.residual_scale == 1 else y * spec.residual_scale
-
-    def linear(x: "Tensor", which: LinearSpec) -> "Tensor":
-        bias = weights[which.bias_name] if which.bias else None
-        return torch.nn.functional.linear(x, weights[which.name], bias)
-
-    def visit(linears: tuple[LinearSpec, ...], x: "Tensor") -> None:
-        if before is not None:
-            before(linears, x.view(count * length, -1))
-
-    def heads(x: "Tensor", norm_name: str | None) -> "Tensor":
-        x = x if spec.qk_norm_per_head else norm(x, norm_name)
-        x = x.view(*x.shape[:2], -1, spec.head_dim)
-        x = norm(x, norm_name) if spec.qk_norm_per_head else x
-        return x.transpose(1, 2) if tables is None else rotate(x.transpose(1, 2), tables)
+    def stage(linears: tuple[LinearSpec, ...], x: "Tensor", to_residual: bool = False) -> Stage:
+        flat = (count * length, -1)
+        return Stage(linears, x.view(flat), hidden.view(flat) if to_residual else None)
 
     normed = torch.empty_like(hidden)
     for part in parts:
-        normed[part] = norm(hidden[part], norms.before_attention)
-    visit((q, k, v), normed)
+        normed[part] = _norm(spec, hidden[part], weights, norms.before_attention)
+    yield stage((q, k, v), normed)
     attended = hidden.new_empty(count, length, spec.q_size)
     for part in parts:
-        x = normed[part]
-        values = linear(x, v).view(*x.shape[:2], -1, spec.head_dim).transpose(1, 2)
-        queries, keys = heads(linear(x, q), q_norm), heads(linear(x, k), k_norm)
-        attended[part] = attention(spec, layer, queries, keys, values).transpose(1, 2).flatten(2)
-    visit((o,), attended)
+        attended[part] = attend(spec, layer, weights, normed[part], tables)
+    del normed
+    yield stage((o,), attended, norms.after_attention is None)
+    normed = torch.empty_like(hidden)
     for part in parts:
-        add(part, linear(attended[part], o), norms.after_attention)
-        normed[part] = norm(hidden[part], norms.before_mlp)
+        hidden[part] += to_stream(spec, weights, attended[part], o, norms.after_attention)
+        normed[part] = _norm(spec, hidden[part], weights, norms.before_mlp)
     del attended
     if spec.mixture_of(layer) is not None:
-        given, starved = run_mixture(spec, layer, weights, normed.view(count * length, -1), before)
-        add(slice(None), given.view_as(hidden), norms.after_mlp)
-        return starved
+        given = yield from mixture_stages(
+            spec, layer, weights, normed.view(count * length, -1), calibrate=calibrate
+        )
+        y = _norm(spec, given.view_as(hidden), weights, norms.after_mlp)
+        hidden += y if spec.residual_scale == 1 else y * spec.residual_scale
+        return
     gate, up, down = mlp
-    visit((gate, up), normed)
+    yield stage((gate, up), normed)
     inner = hidden.new_empty(count, length, spec.intermediate_size)
     for part in parts:
-        x = normed[part]
-        inner[part] = activate(linear(x, gate), spec.activation).mul_(linear(x, up))
-    visit((down,), inner)
+        inner[part] = gated(spec, layer, weights, normed[part])
+    del normed
+    yield stage((down,), inner, norms.after_mlp is None)
     for part in parts:
-        add(part, linear(inner[part], down), norms.after_mlp)
-    return 0
+        hidden[part] += to_stream(spec, weights, inner[part], down, norms.after_mlp)
+
+
+def layer_output(
+    spec: ModelSpec,
+    layer: int,
+    weights: "Mapping[str, Tensor]",
+    hidden: "Tensor",
+    tables: "tuple[Tensor, Tensor] | None",
+) -> "Tensor":
+    """What `forward_layer` computes in a layer without a mixture, as a function that can be differentiated;
+    `tables` as from `layer_rope_tables`."""
+    norms, linears = spec.layer_norms(layer), spec.linears(layer)
+    x = attend(spec, layer, weights, _norm(spec, hidden, weights, norms.before_attention), tables)
+    hidden = hidden + to_stream(spec, weights, x, linears[3], norms.after_attention)
+    x = gated(spec, layer, weights, _norm(spec, hidden, weights, norms.before_mlp))
+    return hidden + to_stream(spec, weights, x, linears[6], norms.after_mlp)
+
+
+def layer_rope_tables(spec: ModelSpec, layer: int, length: int) -> "tuple[Tensor, Tensor] | None":
+    """The layer's `rope_tables`, None where it has no RoPE."""
+    rope = spec.rope_index(layer)
+    return None if rope is None else rope_tables(spec.ropes[rope], length)
+
+
+def _norm(spec: ModelSpec, x: "Tensor", weights: "Mapping[str, Tensor]", name: str | None) -> "Tensor":
+    return x if name is None else rms_norm(spec, x, weights[name])
+
+
+def _linear(x: "Tensor", weights: "Mapping[str, Tensor]", which: LinearSpec) -> "Tensor":
+    import torch
+
+    return torch.nn.functional.linear(
+        x, weights[which.name], weights[which.bias_name] if which.bias else None
+    )
+
+
+def attend(
+    spec: ModelSpec,
+    layer: int,
+    weights: "Mapping[str, Tensor]",
+    x: "Tensor",
+    tables: "tuple[Tensor, Tensor] | None",
+) -> "Tensor":
+    """The input of o, [B, S, q_size], from that of q, k and v."""
+    q, k, v = spec.linears(layer)[:3]
+    q_norm, k_norm = spec.qk_norms(layer)
+
+    def heads(x: "Tensor", norm_name: str | None) -> "Tensor":
+        x = x if spec.qk_norm_per_head else _norm(spec, x, weights, norm_name)
+        x = x.view(*x.shape[:2], -1, spec.head_dim)
+        x = _norm(spec, x, weights, norm_name) if spec.qk_norm_per_head else x
+        return x.transpose(1, 2) if tables is None else rotate(x.transpose(1, 2), tables)
+
+    values = _linear(x, weights, v).view(*x.shape[:2], -1, spec.head_dim).transpose(1, 2)
+    queries, keys = heads(_linear(x, weights, q), q_norm), heads(_linear(x, weights, k), k_norm)
+    return attention(spec, layer, queries, keys, values).transpose(1, 2).flatten(2)
+
+
+def gated(spec: ModelSpec, layer: int, weights: "Mapping[str, Tensor]", x: "Tensor") -> "Tensor":
+    """The input of down, [B, S, intermediate], from that of gate and up."""
+    gate, up = spec.linears(layer)[4:6]
+    return activate(_linear(x, weights, gate), spec.activation) * _linear(x, weights, up)
+
+
+def to_stream(
+    spec: ModelSpec, weights: "Mapping[str, Tensor]", x: "Tensor", which: LinearSpec, norm_name: str | None
+) -> "Tensor":
+    """What o or down adds to the residual stream."""
+    y = _norm(spec, _linear(x, weights, which), weights, norm_name)
+    return y if spec.residual_scale == 1 else y * spec.residual_scale
 
 
 def rms_norm(spec: ModelSpec, x: "Tensor", weight: "Tensor") -> "Tensor":
@@ -183,7 +252,10 @@ def head_logits(spec: ModelSpec, norm: "Tensor", head: "Tensor", hidden: "Tensor
     if spec.logit_scale != 1:
         logits.mul_(spec.logit_scale)
     if spec.logit_softcap is not None:
-        logits = torch.tanh_(logits.div_(spec.logit_softcap)).mul_(spec.logit_softcap)
+        logits = torch.tanh_(logits.div_(spec.logit_softcap))
+        # In place only where the tangent's value is not needed on the way back.
+        scale = torch.mul if torch.is_grad_enabled() else torch.Tensor.mul_
+        logits = scale(logits, spec.logit_softcap)
     return logits
 
 

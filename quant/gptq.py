@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 from ..errors import QuantizationError
 from .packing import QuantizedTensor
 from .recipe import Recipe
+from .refine import refine
 from .rtn import check_finite, pack, resolved_group_size
-from .scales import all_scales, group_scales, one_thread, round_to_grid
+from .scales import all_scales, group_scales
+from .threads import in_parallel, one_thread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,22 +19,7 @@ if TYPE_CHECKING:
 # size, so that a group always starts on up-to-date weights.
 BLOCK = 32
 DAMP_RETRIES = 3
-
-
-def hessian(inputs: "Tensor", *, tokens: int = 8192, columns: int = 512) -> "Tensor":
-    """The mean of x xᵀ over inputs [tokens, in] float32: [in, in] float32, half the Hessian of the squared
-    output error. Summed over `tokens` at a time; only the blocks on and above the diagonal are computed."""
-    import torch
-
-    total, size = inputs.shape
-    result = torch.zeros(size, size)
-    for start in range(0, total, tokens):
-        x = inputs[start : start + tokens]
-        for i in range(0, size, columns):
-            result[i : i + columns, i:].addmm_(x[:, i : i + columns].T, x[:, i:])
-    result = result.triu_()
-    result += result.triu(1).T
-    return result.div_(total)
+SMALLEST_PART = 256  # outputs that are worth a thread of their own
 
 
 def quantize_gptq(
@@ -60,7 +47,9 @@ def quantize_gptq(
     results, start = [], 0
     for weight in weights:
         part = slice(start, start + weight.shape[0])
-        results.append(pack(codes[:, part], scale[:, part], zero[:, part], recipe, group_size, permutation))
+        results.append(
+            pack(codes[:, part].byte(), scale[:, part], zero[:, part], recipe, group_size, permutation)
+        )
         start = part.stop
     return results
 
@@ -68,77 +57,126 @@ def quantize_gptq(
 def _quantize_columns(
     weight: "Tensor", hessian: "Tensor", recipe: Recipe, group_size: int
 ) -> "tuple[Tensor, Tensor, Tensor, Tensor | None]":
-    """Codes [in, out] uint8 in stored order, scales and zeros [groups, out], and the permutation of
-    `desc_act`, for a weight [in, out] that may be overwritten."""
+    """Codes [in, out] in stored order, scales and zeros [groups, out], all float32, and the permutation of
+    `desc_act`, for a weight [in, out]."""
+    import torch
+
+    static = recipe.act_order == "static"
+    diagonal = hessian.diagonal()
+    order = torch.arange(len(hessian))
+    if recipe.act_order != "none":
+        order = torch.argsort(diagonal, descending=True, stable=True)
+    # What is to be small is the sum of squares that the damped Hessian gives; in visited order.
+    hessian = damped(hessian[order][:, order], recipe.damp)
+    factor = inverse_factor(hessian)
+    inverse = torch.argsort(order)
+    stored = hessian[inverse][:, inverse] if static else hessian
+
+    def quantize(weight: "Tensor") -> "tuple[Tensor, Tensor, Tensor]":
+        grid = None
+        if static:
+            grid = all_scales(weight, diagonal, group_size, recipe.bits, recipe.symmetric, recipe.clip_search)
+        visited = weight[order]
+        target = weight if static else visited.clone()
+        codes, scale, zero = _visit_columns(visited, hessian, factor, recipe, group_size, grid, order)
+        codes = codes[inverse] if static else codes
+        if recipe.sweeps:
+            refine(
+                target,
+                stored,
+                codes,
+                scale,
+                zero,
+                group_size=group_size,
+                bits=recipe.bits,
+                symmetric=recipe.symmetric,
+                sweeps=recipe.sweeps,
+            )
+        return codes, scale, zero
+
+    # Rows of the weight have nothing to do with one another.
+    parts = max(1, min(torch.get_num_threads(), weight.shape[1] // SMALLEST_PART))
+    found = in_parallel(quantize, [part.contiguous() for part in weight.chunk(parts, dim=1)])
+    codes, scale, zero = (torch.cat(pieces, dim=1) for pieces in zip(*found, strict=True))
+    return codes, scale, zero, order if recipe.act_order == "dynamic" else None
+
+
+@one_thread()
+def _visit_columns(
+    weight: "Tensor",
+    hessian: "Tensor",
+    factor: "Tensor",
+    recipe: Recipe,
+    group_size: int,
+    grid: "tuple[Tensor, Tensor] | None",
+    order: "Tensor",
+) -> "tuple[Tensor, Tensor, Tensor]":
+    """GPTQ's loop: codes [in, out] in visited order, scales and zeros [groups, out]. `grid` has these where
+    they are fixed beforehand, for groups of the original order; else groups are of visited columns. `weight`
+    [in, out] is used up."""
     import torch
 
     top, columns = (1 << recipe.bits) - 1, weight.shape[0]
-    settings = (recipe.bits, recipe.symmetric, recipe.clip_search)
-    diagonal = hessian.diagonal().clone()
-    order = torch.arange(columns)
-    if recipe.act_order != "none":
-        order = torch.argsort(diagonal, descending=True, stable=True)
-    static = recipe.act_order == "static"
-    if static:
-        scale, zero = all_scales(weight, diagonal, group_size, *settings)
-        group_of = order // group_size
-    else:
+    if grid is None:
         scale, zero = weight.new_empty(2, -(-columns // group_size), weight.shape[1])
-        group_of = torch.arange(columns) // group_size
-    if recipe.act_order != "none":
-        weight, hessian, diagonal = weight[order], hessian[order][:, order], diagonal[order]
-    factor = inverse_factor(hessian, recipe.damp)
-    codes = torch.empty_like(weight, dtype=torch.uint8)
+        groups = (torch.arange(columns) // group_size).tolist()
+    else:
+        scale, zero = grid
+        groups = (order // group_size).tolist()
+    diagonal = hessian.diagonal()
+    codes = torch.empty_like(weight)
     errors = weight.new_empty(BLOCK, weight.shape[1])
-    groups, pivots = group_of.tolist(), factor.diagonal().tolist()
+    pivots = factor.diagonal().tolist()
     for start in range(0, columns, BLOCK):
         end = min(start + BLOCK, columns)
-        if not static and start % group_size == 0:
+        if grid is None and start % group_size == 0:
             part = slice(start, start + group_size)
-            found = group_scales(weight[part], diagonal[part], *settings)
+            found = group_scales(
+                weight[part], diagonal[part], recipe.bits, recipe.symmetric, recipe.clip_search
+            )
             scale[start // group_size], zero[start // group_size] = found
-        with one_thread():
-            for column in range(start, end):
-                row, group = weight[column], groups[column]
-                code = round_to_grid(row, scale[group], zero[group], top)
-                codes[column] = code
-                error = errors[column - start]
-                torch.sub(row, code.sub_(zero[group]).mul_(scale[group]), out=error).div_(pivots[column])
-                weight[column + 1 : end].addr_(factor[column, column + 1 : end], error, alpha=-1)
+        for column in range(start, end):
+            row, code, group = weight[column], codes[column], groups[column]
+            torch.div(row, scale[group], out=code).round_().add_(zero[group]).clamp_(0, top)
+            error = torch.sub(code, zero[group], out=errors[column - start]).mul_(scale[group])
+            torch.sub(row, error, out=error).div_(pivots[column])
+            weight[column + 1 : end].addr_(factor[column, column + 1 : end], error, alpha=-1)
         weight[end:].addmm_(factor[start:end, end:].T, errors[: end - start], alpha=-1)
-    if not static:
-        return codes, scale, zero, order if recipe.act_order == "dynamic" else None
-    unordered = torch.empty_like(codes)
-    unordered[order] = codes
-    return unordered, scale, zero, None
+    return codes, scale, zero
 
 
-def inverse_factor(hessian: "Tensor", damp: float) -> "Tensor":
-    """The upper triangular U with H⁻¹ = Uᵀ U, for a Hessian [in, in] with `damp` times its mean diagonal
-    added; ten times more, up to three times, while it cannot be factored. Zeros on the diagonal become the
-    mean. Raises `QuantizationError` when no damping helped.
-
-    With J reversing the order, J H J = L Lᵀ gives U = (J L J)⁻¹: one factorization and one triangular
-    inverse, where factoring the inverse itself takes more work and loses more digits.
-    """
+def damped(hessian: "Tensor", damp: float) -> "Tensor":
+    """A Hessian [in, in] with `damp` times its mean diagonal added, and ten times more, up to three times,
+    while it cannot be factored. Zeros on the diagonal become the mean. Raises `QuantizationError` when no
+    damping helped."""
     import torch
 
     diagonal = hessian.diagonal()
     mean = float(diagonal.mean()) or 1.0
     dead = diagonal == 0
     for attempt in range(DAMP_RETRIES + 1):
-        damped = hessian.flip(0, 1)
-        added = torch.where(dead, mean, damp * 10**attempt * mean)
-        damped.diagonal().add_(added.flip(0))
-        lower, info = torch.linalg.cholesky_ex(damped)
+        result = hessian.clone()
+        result.diagonal().add_(torch.where(dead, mean, damp * 10**attempt * mean))
+        lower, info = torch.linalg.cholesky_ex(result)
         if int(info) == 0 and bool(torch.isfinite(lower).all()):
-            identity = torch.eye(len(lower))
-            factor: Tensor = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
-            return factor
+            return result
     raise QuantizationError(
         f"its Hessian cannot be factored, even with damping {damp * 10**DAMP_RETRIES:g}; "
         "more calibration text helps"
     )
+
+
+def inverse_factor(hessian: "Tensor") -> "Tensor":
+    """The upper triangular U with H⁻¹ = Uᵀ U, for a Hessian [in, in] that can be factored.
+
+    With J reversing the order, J H J = L Lᵀ gives U = (J L J)⁻¹: one factorization and one triangular
+    inverse, where factoring the inverse itself takes more work and loses more digits.
+    """
+    import torch
+
+    lower = torch.linalg.cholesky(hessian.flip(0, 1))
+    factor: Tensor = torch.linalg.solve_triangular(lower.flip(0, 1), torch.eye(len(lower)), upper=True)
+    return factor
 
 
 def relative_error(weight: "Tensor", quantized: "Tensor", hessian: "Tensor") -> float:

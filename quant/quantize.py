@@ -5,25 +5,29 @@ import ctypes
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import CalibrationError, MissingDependencyError, QuantizationError, SettingError
+from ..errors import CalibrationError, MissingDependencyError, SettingError
 from ..models.source import ModelSource
-from ..models.spec import LinearSpec, ModelSpec
+from ..models.spec import ModelSpec
 from .bnb import quantize_int8, quantize_nf4
+from .budget import spend
 from .calibration import Calibration
 from .checkpoint import Checkpoint
-from .forward import embed, forward_layer, to_torch
-from .gptq import hessian, quantize_gptq, relative_error
+from .forward import embed, to_torch
+from .layer import quantize_layer
 from .model import QuantizedModel
 from .packing import quantize_head, round_to_f16
 from .packing_nf4 import AnyQuantized
-from .recipe import Recipe
+from .recipe import LinearFormat, Recipe
 from .rtn import quantize_rtn
+from .threads import in_parallel
+from .tune import Teacher, tune
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +36,8 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 Quantized = dict[str, AnyQuantized | NDArray[np.float16]]
 
-STAGE = "quantize"
+STAGE, TUNE_STAGE = "quantize", "tune"
+STREAMS = ("hidden", "reference")  # of the calibration text, as a checkpoint keeps them
 
 
 def quantize(
@@ -70,6 +75,11 @@ def quantize(
     if recipe.method == "gptq" and calibration is None:
         raise CalibrationError("method gptq needs a calibration text; none was given")
     spec = source.spec
+    if spec.mixture is not None and (recipe.tune_epochs or recipe.average_bits):
+        name = "tune_epochs" if recipe.tune_epochs else "average_bits"
+        raise SettingError(
+            f"{name} is {getattr(recipe, name)}; expected 0: a mixture of experts has no gradient here"
+        )
     report = progress or (lambda stage, done, total: None)
     report(STAGE, 0, spec.num_layers)
     names = dict.fromkeys((spec.embedding_name, spec.final_norm_name, spec.head_name))
@@ -81,43 +91,77 @@ def quantize(
         torch.no_grad(),
         Checkpoint(work, run_key(source, recipe, calibration) if work else {}, resume=resume) as checkpoint,
     ):
-        hidden, first = None, 0
+        hidden = reference = None
+        first, formats = 0, _formats(source, recipe, calibration)
         if (kept := checkpoint.load()) is not None:
             first = kept.layers
             tensors |= kept.tensors
             errors |= kept.errors
-            hidden = to_torch(kept.state["hidden"]) if kept.state else None
+            states = {name: to_torch(array) for name, array in kept.state.items() if name in STREAMS}
+            hidden, reference = states.get("hidden"), states.get("reference")
             starved |= _counts(kept.state.get("starved", ()))
             report(STAGE, first, spec.num_layers)
         elif recipe.method == "gptq" and calibration is not None:
             hidden = _embedded(spec, tensors[spec.embedding_name], calibration.token_ids)
+            if recipe.follows_reference:
+                reference = _embedded_exactly(source, calibration.token_ids)
         for layer in range(first, spec.num_layers):
             if hidden is None:
                 _rtn_layer(source, layer, recipe, tensors, errors)
             else:
-                if count := _gptq_layer(source, layer, recipe, hidden, tensors, errors):
-                    starved[str(layer)] = count
+                found = quantize_layer(source, layer, recipe, hidden, reference, formats)
+                tensors |= found.tensors
+                errors |= found.errors
+                if found.starved_experts:
+                    starved[str(layer)] = found.starved_experts
             return_free_memory()
             checkpoint.save(
                 layer,
                 {name: tensors[name] for name in spec.layer_tensors(layer)},
                 {linear.name: errors[linear.name] for linear in spec.linears(layer)},
-                {} if hidden is None else {"hidden": hidden.numpy(), "starved": _by_layer(starved, layer)},
+                _state(hidden, reference, starved, layer),
             )
             report(STAGE, layer + 1, spec.num_layers)
+        if recipe.tune_epochs and reference is not None and calibration is not None:
+            hidden = None  # its memory is needed
+            teacher = Teacher(
+                reference,
+                to_torch(source.tensor(spec.final_norm_name)),
+                to_torch(source.tensor(spec.head_name)),
+            )
+            tensors |= tune(
+                spec,
+                tensors,
+                calibration.token_ids,
+                teacher,
+                epochs=recipe.tune_epochs,
+                learning_rate=recipe.tune_rate,
+                seed=recipe.seed,
+                report=lambda done, total: report(TUNE_STAGE, done, total),
+            )
     return QuantizedModel(
         spec=spec,
         config=source.config,
         generation_config=source.generation_config,
         tokenizer_files=source.tokenizer_files,
-        recipe=recipe,
+        recipe=replace(recipe, formats=tuple((n, f) for n, f in formats.items() if f != recipe.format)),
         origin=source.origin,
         source_digest=source.digest,
         tensors={name: tensors[name] for name in spec.tensors()},
         layer_errors=errors,
         starved_experts=starved,
-        calibration_digest=None if hidden is None or calibration is None else calibration.digest,
+        calibration_digest=calibration.digest
+        if recipe.method == "gptq" and calibration is not None
+        else None,
     )
+
+
+def _formats(source: ModelSource, recipe: Recipe, calibration: Calibration | None) -> dict[str, LinearFormat]:
+    """Each linear layer's format by its name."""
+    if recipe.average_bits and recipe.method == "gptq" and calibration is not None:
+        return spend(source, recipe, calibration.token_ids)
+    spec = source.spec
+    return {x.name: recipe.format_of(x.name) for layer in range(spec.num_layers) for x in spec.linears(layer)}
 
 
 def run_key(source: ModelSource, recipe: Recipe, calibration: Calibration | None) -> dict[str, Any]:
@@ -135,6 +179,16 @@ def run_key(source: ModelSource, recipe: Recipe, calibration: Calibration | None
         "number of threads": torch.get_num_threads(),
         "instruction set": torch.backends.cpu.get_cpu_capability(),
     }
+
+
+def _state(
+    hidden: "Tensor | None", reference: "Tensor | None", starved: dict[str, int], layer: int
+) -> dict[str, NDArray[np.float32]]:
+    """What the layers after `layer` go on from."""
+    if hidden is None:
+        return {}
+    streams = {"hidden": hidden} if reference is None else {"hidden": hidden, "reference": reference}
+    return {name: stream.numpy() for name, stream in streams.items()} | {"starved": _by_layer(starved, layer)}
 
 
 def _by_layer(starved: dict[str, int], last: int) -> NDArray[np.float32]:
@@ -186,18 +240,31 @@ def _embedded(
     return embed(spec, rows, index.reshape(token_ids.shape))
 
 
+def _embedded_exactly(source: ModelSource, token_ids: NDArray[np.int32]) -> "Tensor":
+    """The same through the embedding as the source has it."""
+    spec = source.spec
+    used, index = np.unique(token_ids, return_inverse=True)
+    rows = to_torch(source.tensor(spec.embedding_name)[used])
+    return embed(spec, rows, index.reshape(token_ids.shape))
+
+
 def _rtn_layer(
     source: ModelSource, layer: int, recipe: Recipe, tensors: Quantized, errors: dict[str, float]
 ) -> None:
-    linears = {linear.name for linear in source.spec.linears(layer)}
-    for name in source.spec.layer_tensors(layer):
-        if name not in linears:
-            tensors[name] = half(source, name)
-            continue
-        weight = to_torch(source.tensor(name))
-        tensors[name] = quantized = _rounded(weight, recipe, name)
+    linears = [linear.name for linear in source.spec.linears(layer)]
+    for name in source.spec.layer_tensors(layer).keys() - set(linears):
+        tensors[name] = half(source, name)
+    weights = {name: to_torch(source.tensor(name)) for name in linears}
+
+    def rounded(name: str) -> tuple[AnyQuantized, float]:
+        weight = weights[name]
+        quantized = _rounded(weight, recipe.with_format(recipe.format_of(name)), name)
         energy = float(weight.square().sum())
-        errors[name] = float((to_torch(quantized) - weight).square().sum()) / energy if energy > 0 else 0.0
+        error = float((to_torch(quantized) - weight).square().sum())
+        return quantized, error / energy if energy > 0 else 0.0
+
+    for name, (quantized, error) in zip(linears, in_parallel(rounded, linears), strict=True):
+        tensors[name], errors[name] = quantized, error
 
 
 def _rounded(weight: "Tensor", recipe: Recipe, name: str) -> AnyQuantized:
@@ -205,39 +272,3 @@ def _rounded(weight: "Tensor", recipe: Recipe, name: str) -> AnyQuantized:
     if recipe.method == "nf4":
         return quantize_nf4(weight, recipe.group_size, name)
     return quantize_int8(weight, name) if recipe.method == "int8" else quantize_rtn(weight, recipe, name)
-
-
-def _gptq_layer(
-    source: ModelSource,
-    layer: int,
-    recipe: Recipe,
-    hidden: "Tensor",
-    tensors: Quantized,
-    errors: dict[str, float],
-) -> int:
-    """Quantizes one layer and moves `hidden` through the quantized layer, in place. Returns how many of its
-    experts were starved."""
-    spec = source.spec
-    linear_names = {linear.name for linear in spec.linears(layer)}
-    weights: dict[str, Tensor] = {}
-    for name in spec.layer_tensors(layer):
-        if name in linear_names:
-            weights[name] = to_torch(source.tensor(name))
-        else:
-            tensors[name] = rounded = half(source, name)
-            weights[name] = to_torch(rounded)
-
-    def before(linears: tuple[LinearSpec, ...], inputs: "Tensor") -> None:
-        h = hessian(inputs)
-        names = [linear.name for linear in linears]
-        for name, quantized in zip(
-            names, quantize_gptq([weights[name] for name in names], h, recipe, names), strict=True
-        ):
-            tensors[name], dequantized = quantized, to_torch(quantized)
-            errors[name] = relative_error(weights[name], dequantized, h)
-            weights[name] = dequantized
-
-    starved = forward_layer(spec, layer, weights, hidden, before=before)
-    if not bool(hidden.isfinite().all()):
-        raise QuantizationError(f"layer {layer}: its output on the calibration text is not finite")
-    return starved

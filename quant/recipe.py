@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from ..errors import SettingError
@@ -20,13 +21,43 @@ BNB_SETTINGS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
 
 
 @dataclass(frozen=True)
+class LinearFormat:
+    """How one linear layer's weight is stored. `group_size` is in input elements, −1 for one group a row;
+    there are zero points unless it is `symmetric`."""
+
+    bits: int
+    group_size: int
+    symmetric: bool
+
+    @property
+    def is_valid(self) -> bool:
+        kinds = type(self.bits) is int and type(self.group_size) is int and type(self.symmetric) is bool
+        return kinds and self.bits in (4, 8) and self.group_size in GROUP_SIZES
+
+    def row_bits(self, in_features: int) -> int:
+        """Bits of one row: codes, float16 scales and zero points."""
+        groups = 1 if self.group_size == -1 else -(-in_features // self.group_size)
+        return in_features * self.bits + groups * (16 + (0 if self.symmetric else self.bits))
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """Settings of one quantization run; every default is what `nybble quantize` uses.
+    """Settings of one quantization run. The defaults are plain GPTQ, as artifacts were made before a setting
+    was there; `nybble quantize` starts from a named recipe (`quant/recipe_files.py`).
 
     `group_size` is in input elements, −1 for one group per row. `act_order` "static" visits columns by
     falling Hessian diagonal with scales fixed beforehand in the original order (`g_idx` stays trivial);
     "dynamic" is the GPTQ format's `desc_act`. `damp` is a share of the Hessian's mean diagonal. The methods
     nf4 and int8 are bitsandbytes'; `changed` gives them settings that they take.
+
+    `correction` is the share of the error of the layers before that a layer is asked to make good
+    (`quant/target.py`), `weigh_tokens` weighs tokens by the size of the residual stream
+    (`quant/statistics.py`), `sweeps` is how often rounding is refined (`quant/refine.py`). With
+    `average_bits`, stored bits per weight of all linear layers together, each gets a format of its own
+    (`quant/budget.py`). `formats` are those that differ, by the weight's name; in JSON an object from names
+    to bits, group size and whether it is symmetric. `tune_epochs` is how often the calibration text is read
+    to tune scales and norms on the whole model's predictions (`quant/tune.py`), with `tune_rate` the first
+    step's relative size.
     """
 
     method: Method = "gptq"
@@ -36,6 +67,13 @@ class Recipe:
     act_order: ActOrder = "static"
     clip_search: bool = True
     damp: float = 0.01
+    correction: float = 0.0
+    weigh_tokens: bool = False
+    sweeps: int = 0
+    average_bits: float = 0.0
+    formats: tuple[tuple[str, LinearFormat], ...] = ()
+    tune_epochs: int = 0
+    tune_rate: float = 0.001
     samples: int = 64
     seq_len: int = 512
     seed: int = 0
@@ -45,22 +83,48 @@ class Recipe:
             if not ok:
                 raise SettingError(f"{name} is {getattr(self, name)!r}; expected {expected}")
 
+        for field in fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            if kind is float and type(value) is int:
+                object.__setattr__(self, field.name, float(value))
+            else:
+                check(field.name, type(value) is kind, f"a {kind.__name__}")
         check("method", self.method in METHODS, ", ".join(METHODS))
         check("bits", self.bits in (4, 8), "4 or 8")
         check("group_size", self.group_size in GROUP_SIZES, "32, 64, 128 or -1")
         check("act_order", self.act_order in ("static", "dynamic", "none"), "static, dynamic or none")
         check("damp", 0 < self.damp < 1, "a share between 0 and 1")
+        check("correction", 0 <= self.correction <= 1, "a share from 0 to 1")
+        check("sweeps", 0 <= self.sweeps <= 100, "0 to 100")
+        for name, form in self.formats:
+            check(
+                "formats",
+                isinstance(name, str) and isinstance(form, LinearFormat) and form.is_valid,
+                "formats of 4 or 8 bits and a group size of 32, 64, 128 or -1",
+            )
+        check(
+            "average_bits", self.average_bits == 0 or 4 < self.average_bits <= 9, "0, or above 4 and up to 9"
+        )
+        check("average_bits", self.average_bits == 0 or self.method == "gptq", f"0 for method {self.method}")
+        check("tune_epochs", 0 <= self.tune_epochs <= 100, "0 to 100")
+        check("tune_rate", 0 < self.tune_rate < 1, "a share between 0 and 1")
         check("samples", self.samples >= 1, "at least 1")
         check("seq_len", self.seq_len >= 2, "at least 2 tokens")
         for name, taken in BNB_SETTINGS.get(self.method, {}).items():
             check(name, getattr(self, name) in taken, f"{_either(taken)} with method {self.method}")
 
     def changed(self, **settings: Any) -> "Recipe":
-        """The recipe with other settings, where a bitsandbytes method brings its own for those that are not
-        given. Raises `SettingError`."""
-        taken = BNB_SETTINGS.get(str(settings.get("method")), {})
-        own: dict[str, Any] = {name: values[0] for name, values in taken.items()}
-        return replace(self, **own | settings)
+        """The recipe with other settings. Bits that are neither 4 nor 8 are `average_bits`; a bitsandbytes
+        method starts from what it takes, whatever the recipe. Raises `SettingError`."""
+        bits = settings.get("bits")
+        if settings.keys() & {"bits", "group_size"}:
+            settings = {"average_bits": 0.0, "formats": ()} | settings
+        if isinstance(bits, int | float) and bits not in (4, 8):
+            settings |= {"average_bits": bits, "bits": 4}
+        if taken := BNB_SETTINGS.get(str(settings.get("method"))):
+            own: dict[str, Any] = {name: values[0] for name, values in taken.items()}
+            return replace(Recipe(), **own | settings)
+        return replace(self, **settings)
 
     @property
     def is_bnb(self) -> bool:
@@ -71,8 +135,36 @@ class Recipe:
     def desc_act(self) -> bool:
         return self.method == "gptq" and self.act_order == "dynamic"
 
+    @property
+    def format(self) -> LinearFormat:
+        return LinearFormat(self.bits, self.group_size, self.symmetric)
+
+    def with_format(self, form: LinearFormat) -> "Recipe":
+        """With all linear layers alike."""
+        bits, group_size, symmetric = form.bits, form.group_size, form.symmetric
+        return replace(self, bits=bits, group_size=group_size, symmetric=symmetric, formats=())
+
+    @cached_property
+    def _formats(self) -> dict[str, LinearFormat]:
+        return dict(self.formats)
+
+    def format_of(self, name: str) -> LinearFormat:
+        """The format of a linear layer, by its weight's name."""
+        return self._formats.get(name, self.format)
+
+    @property
+    def all_formats(self) -> tuple[LinearFormat, ...]:
+        """The different formats: the recipe's own first."""
+        return tuple(dict.fromkeys((self.format, *self._formats.values())))
+
+    @property
+    def follows_reference(self) -> bool:
+        """Whether the float model's activations are computed beside the quantized one's."""
+        return self.method == "gptq" and (self.correction > 0 or self.weigh_tokens or self.tune_epochs > 0)
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        formats = {name: [form.bits, form.group_size, form.symmetric] for name, form in self.formats}
+        return asdict(self) | {"formats": formats}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Recipe":
@@ -80,7 +172,13 @@ class Recipe:
         unknown = set(data) - {f.name for f in fields(cls)}
         if unknown:
             raise SettingError(f"recipe has unknown settings: {', '.join(sorted(unknown))}")
-        return cls(**data)
+        formats = data.get("formats", {})
+        if not isinstance(formats, dict) or not all(isinstance(x, list) for x in formats.values()):
+            raise SettingError("formats is no object from names to [bits, group size, symmetric]")
+        if not all(len(x) == 3 for x in formats.values()):
+            raise SettingError("formats holds a list that is not [bits, group size, symmetric]")
+        pairs = tuple((name, LinearFormat(*values)) for name, values in formats.items())
+        return cls(**data | {"formats": pairs})
 
 
 def _either(values: tuple[object, ...]) -> str:

@@ -4,33 +4,18 @@ Everything here works on transposed weights [in, out], so that the rows of one g
 step of GPTQ touches whole cache lines.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..errors import QuantizationError
+from .threads import one_thread
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # Shares of the full range that the clipping search tries beside the whole; a tie keeps the first. At 1
 # the largest positive value of a symmetric group is cut by half a step, at 1.07 by nothing.
-CLIP_GRID = tuple(1.06 - 0.02 * i for i in range(28))
+CLIP_GRID = tuple(1.04 - 0.04 * i for i in range(14))
 SMALLEST_SCALE = 2.0**-24  # float16's smallest positive number
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """For many small operations in a row: dividing one between threads gains little, and each waits for all
-    of them, for milliseconds where another process has taken a core."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @one_thread()
@@ -61,9 +46,19 @@ def group_scales(
             return scale, torch.full_like(scale, (top + 1) / 2)
         return scale, torch.round(-low * share / scale).clamp_(1, top)
 
+    steps, rounded = torch.empty_like(weight), torch.empty_like(weight)
+
     def error(scale: "Tensor", zero: "Tensor") -> "Tensor":
-        squares = round_to_grid(weight, scale, zero, top).sub_(zero).mul_(scale).sub_(weight).square_()
-        return squares.sum(0) if importance is None else importance @ squares
+        # In steps of the scale, each from its own zero point.
+        torch.mul(weight, 1 / scale, out=steps)
+        torch.round(steps, out=rounded)
+        if symmetric:
+            rounded.clamp_(-(top + 1) / 2, (top - 1) / 2)
+        else:
+            rounded.clamp_(-zero, top - zero)
+        squares = rounded.sub_(steps).square_()
+        sums = squares.sum(0) if importance is None else importance @ squares
+        return sums.mul_(scale.square())
 
     best_scale, best_zero = candidate(1.0)
     if clip_search:

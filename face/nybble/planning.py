@@ -137,7 +137,7 @@ def open_planned(path: str | Path, bits: int | None = None, group_size: int | No
         if not chosen:
             return PlannedModel(model.spec, model.recipe, model.half, model.linear_bytes)
         known = model.recipe is not None and not model.recipe.is_bnb
-        recipe = replace(model.recipe, **chosen) if model.recipe and known else Recipe(**chosen)
+        recipe = (model.recipe if model.recipe and known else Recipe()).changed(**chosen)
         return PlannedModel(model.spec, recipe, "gptq")
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import SettingError
 from .quant.recipe import Recipe
+from .quant.recipe_files import DEFAULT, load_recipe
 
 if TYPE_CHECKING:
     from .export.manifest import Manifest
@@ -17,7 +18,7 @@ def quantize(
     src: str | Path,
     out: str | Path,
     *,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | Path = DEFAULT,
     calibration: str | Path | Sequence[str | Path] | None = None,
     adapter: str | Path | None = None,
     formats: Sequence[str] | None = None,
@@ -33,9 +34,11 @@ def quantize(
     cache, or the alias `smollm2`) and writes the artifact folder `out`: the old one or none is there until
     the new one is whole.
 
-    `settings` are `Recipe`'s fields and replace those of `recipe`: `bits=8`, `group_size=128`, ...
-    `formats` are the halves to write; by default the checkpoint, which is "gptq" or for the methods nf4 and
-    int8 "bnb", and "onnx". `calibration` is a file of UTF-8 text, or JSONL with `text` or `messages`;
+    `recipe` is a `Recipe`, the name of one that comes with Nybble ("fast", "balanced", "best") or a TOML
+    file. `settings` are `Recipe`'s fields and replace the recipe's: `bits=8`, `group_size=128`, ... Bits that
+    are neither 4 nor 8 are a budget, on average per weight with scales and zero points; it is spent layer by
+    layer. `formats` are the halves to write; by default the checkpoint, which is "gptq" or for the methods
+    nf4 and int8 "bnb", and "onnx". `calibration` is a file of UTF-8 text, or JSONL with `text` or `messages`;
     "self", what the model itself writes; "default", CPython's own documentation; or several of these, each of
     which may be followed by "=SHARE", its share of the windows. `adapter` is a folder with a LoRA in PEFT's
     format, merged first. `onnx_contract` says who runs the ONNX half: "paged" for `OrtExecutor`, "genai" for
@@ -54,18 +57,19 @@ def quantize(
     from .models import open_source
     from .own_text import own_text
     from .quant.checkpoint import discard, work_folder
-    from .quant.mixture import DEFAULT, load_mixture, parse_shares
+    from .quant.mixture import DEFAULT as DEFAULT_TEXT
+    from .quant.mixture import load_mixture, parse_shares
     from .quant.quantize import quantize as quantize_model
     from .runtime.tokenizer import Tokenizer
 
     unknown = sorted(set(settings) - set(Recipe.__dataclass_fields__))
     if unknown:
         raise SettingError(f"unknown recipe settings: {', '.join(unknown)}")
-    chosen = (recipe or Recipe()).changed(**settings)
+    chosen = (recipe if isinstance(recipe, Recipe) else load_recipe(str(recipe))).changed(**settings)
     given = [calibration] if isinstance(calibration, str | Path) else calibration
     if given and chosen.method != "gptq":
         raise SettingError(f"calibration is {str(given[0])!r}, but method {chosen.method} needs none")
-    texts = parse_shares(given or [DEFAULT])
+    texts = parse_shares(given or [DEFAULT_TEXT])
     out = Path(out)
     check_onnx_contract(onnx_contract, check_formats(formats, chosen))
     work = work_folder(check_output(out, overwrite))

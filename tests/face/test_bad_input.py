@@ -178,11 +178,26 @@ def test_overwrite_never_replaces_a_folder_that_is_no_artifact(
     assert (precious / "thesis.txt").read_text() == "years of work"
 
 
-@pytest.mark.parametrize("options", [("--bits", "3"), ("--group-size", "17"), ("--damp", "many")])
+@pytest.mark.parametrize("options", [("--bits", "few"), ("--group-size", "17"), ("--damp", "many")])
 def test_wrong_options(nybble: Nybble, model: Path, tmp_path: Path, options: tuple[str, str]) -> None:
     result = nybble("quantize", model, "-o", tmp_path / "out", *options)
     assert result.code == 2
     assert options[1] in result.err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--bits", "3"), "average_bits is 3.0"),
+        (("--bits", "4.01"), "the budget"),
+        (("--recipe", "quick"), "recipe 'quick' is unknown"),
+        (("--correction", "2"), "correction is 2.0"),
+    ],
+)
+def test_settings_that_cannot_be(
+    refused: Callable[..., str], model: Path, options: tuple[str, ...], expected: str
+) -> None:
+    assert expected in refused(model, *options)
 
 
 @pytest.mark.parametrize("option", ["--samples", "--seq-len", "--threads"])

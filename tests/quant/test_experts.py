@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nybble.errors import SettingError
 from nybble.models import open_source
 from nybble.models.source import ModelSource
-from nybble.models.spec import LinearSpec, MixtureSpec
+from nybble.models.spec import LinearSpec, MixtureSpec, ModelSpec
 from nybble.quant.calibration import Calibration
-from nybble.quant.experts import routing, run_mixture
+from nybble.quant.experts import mixture_stages, routing
 from nybble.quant.forward import to_torch
 from nybble.quant.packing import QuantizedTensor
 from nybble.quant.quality import DequantizedModel, kl_divergence, logits_function
@@ -62,6 +63,21 @@ def mixture_inputs(source: ModelSource, tokens: int) -> tuple[dict[str, Any], An
     return weights, torch.from_numpy(x)
 
 
+def run_mixture(
+    spec: ModelSpec, weights: dict[str, Any], x: Any, before: Callable[..., None] | None = None
+) -> tuple[Any, int]:
+    """What layer 1's mixture gives, and how many experts were starved; `before` sees its stages."""
+    stages, starved = mixture_stages(spec, 1, weights, x, calibrate=before is not None), 0
+    while True:
+        try:
+            stage = next(stages)
+        except StopIteration as end:
+            return end.value, starved
+        starved += stage.starved
+        if before is not None:
+            before(stage.linears, stage.inputs)
+
+
 @pytest.mark.parametrize("tokens", [2000, 100])
 def test_an_expert_sees_the_tokens_that_are_routed_to_it_and_others_only_where_they_are_few(
     source: ModelSource, tokens: int, caplog: pytest.LogCaptureFixture
@@ -74,8 +90,8 @@ def test_an_expert_sees_the_tokens_that_are_routed_to_it_and_others_only_where_t
         seen[linears[0].name] = inputs
 
     with caplog.at_level(logging.WARNING, "nybble.quant"):
-        given, starved = run_mixture(spec, 1, weights, x, before)
-    plain, none = run_mixture(spec, 1, weights, x)
+        given, starved = run_mixture(spec, weights, x, before)
+    plain, none = run_mixture(spec, weights, x)
     assert none == 0
     assert torch.allclose(given, plain, atol=1e-6)
     logits = x.numpy() @ weights["model.layers.1.mlp.gate.weight"].numpy().T
@@ -104,7 +120,7 @@ def test_an_expert_that_no_token_reaches_is_calibrated_on_the_layers_tokens(sour
     assert source.spec.mixture is not None
     spec = replace(source.spec, mixture=replace(source.spec.mixture, experts_per_token=1))
     seen: dict[str, int] = {}
-    run_mixture(spec, 1, weights, x, lambda linears, inputs: seen.update({linears[0].name: len(inputs)}))
+    run_mixture(spec, weights, x, lambda linears, inputs: seen.update({linears[0].name: len(inputs)}))
     assert seen["model.layers.1.mlp.experts.5.gate_proj.weight"] == HIDDEN
 
 
@@ -131,6 +147,22 @@ def test_starved_experts_are_counted(source: ModelSource) -> None:
     model = quantize(source, RECIPE, calibration(2), threads=1)
     assert model.starved_experts.keys() == {"1"}
     assert 0 < model.starved_experts["1"] <= 8
+
+
+@pytest.mark.parametrize("settings", [{"tune_epochs": 1}, {"average_bits": 4.5}])
+def test_what_needs_a_gradient_is_refused_before_the_work(
+    source: ModelSource, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(SettingError, match="mixture of experts"):
+        quantize(source, replace(RECIPE, **settings), calibration(2))
+
+
+def test_corrections_leave_mixtures_as_they_are(source: ModelSource) -> None:
+    recipe = replace(RECIPE, correction=1.0, weigh_tokens=True, sweeps=1)
+    model = quantize(source, recipe, calibration(32), threads=1)
+    ids = np.random.default_rng(3).integers(0, 512, (4, 64))
+    found = logits_function(DequantizedModel(model))(ids)
+    assert kl_divergence(logits_function(source)(ids), found).mean() < 0.1
 
 
 def test_calibration_on_its_own_tokens_beats_rounding_on_them(source: ModelSource) -> None:

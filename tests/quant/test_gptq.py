@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from nybble.errors import QuantizationError
-from nybble.quant import gptq
+from nybble.quant import gptq, statistics
 from nybble.quant.packing import QuantizedTensor, to_gptq
 from nybble.quant.recipe import Recipe
 from nybble.quant.rtn import quantize_rtn
@@ -31,7 +31,7 @@ def random_weight(out: int, columns: int, seed: int = 1) -> NDArray[np.float32]:
 def quantize(
     weight: NDArray[np.float32], inputs: NDArray[np.float32], recipe: Recipe, name: str = "w"
 ) -> QuantizedTensor:
-    hessian = gptq.hessian(torch.from_numpy(inputs))
+    hessian = statistics.hessian(torch.from_numpy(inputs))
     (result,) = gptq.quantize_gptq([torch.from_numpy(weight)], hessian, recipe, [name])
     return result
 
@@ -141,7 +141,7 @@ def test_clip_search_lowers_the_weighted_error() -> None:
 def test_stacked_layers_equal_single_ones() -> None:
     inputs = correlated_inputs(500, 96)
     weights = [random_weight(out, 96, seed) for seed, out in enumerate((32, 8, 8))]
-    hessian = gptq.hessian(torch.from_numpy(inputs))
+    hessian = statistics.hessian(torch.from_numpy(inputs))
     together = gptq.quantize_gptq([torch.from_numpy(w) for w in weights], hessian, Recipe(), ["q", "k", "v"])
     for weight, result in zip(weights, together, strict=True):
         alone = quantize(weight, inputs, Recipe())
@@ -160,7 +160,7 @@ def test_desc_act_writes_the_columns_groups() -> None:
 
 def test_hessian_is_the_mean_outer_product() -> None:
     inputs = correlated_inputs(1000, 150)
-    found = gptq.hessian(torch.from_numpy(inputs), tokens=300, columns=64).numpy()
+    found = statistics.hessian(torch.from_numpy(inputs), tokens=300, columns=64).numpy()
     exact = inputs.T.astype(np.float64) @ inputs / 1000
     assert np.abs(found - exact).max() < 1e-5 * np.abs(exact).max()
     assert np.array_equal(found, found.T)
@@ -191,7 +191,7 @@ def test_weights_of_zeros_stay_zeros() -> None:
 def test_damping_rises_until_the_hessian_can_be_factored() -> None:
     base = torch.eye(64)
     base[0, 1] = base[1, 0] = 1.05  # an eigenvalue of -0.05: 0.01 is too little, 0.1 enough
-    factor = gptq.inverse_factor(base, 0.01)
+    factor = gptq.inverse_factor(gptq.damped(base, 0.01))
     expected = np.linalg.inv(base.numpy().astype(np.float64) + 0.1 * np.eye(64))
     assert np.abs((factor.T @ factor).numpy() - expected).max() < 1e-3
 
@@ -234,6 +234,6 @@ def test_relative_error_is_the_outputs() -> None:
     found = gptq.relative_error(
         torch.from_numpy(weight),
         torch.from_numpy(result.dequantize()),
-        gptq.hessian(torch.from_numpy(inputs)),
+        statistics.hessian(torch.from_numpy(inputs)),
     )
     assert found == pytest.approx(output_error(weight, result, inputs), rel=1e-3)

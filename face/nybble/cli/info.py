@@ -1,11 +1,13 @@
 """`nybble info`."""
 
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..quant.recipe import LinearFormat
 from .output import print_json, print_table
 
 if TYPE_CHECKING:
@@ -91,13 +93,18 @@ def recipe_rows(artifact: "Artifact") -> list[tuple[str, str]]:
     r = manifest.recipe
     rows = [
         ("Method", r.method),
-        ("Bits", f"{r.bits}, group size {r.group_size}, {'symmetric' if r.symmetric else 'asymmetric'}"),
+        ("Bits", _bits(r.format)),
+        *((f"{count} layers", _bits(form)) for form, count in Counter(dict(r.formats).values()).items()),
         ("Clipping search", "on" if r.clip_search else "off"),
     ]
     if r.method == "gptq":
         rows += [
             ("Column order", r.act_order),
             ("Damping", f"{r.damp:g}"),
+            ("Earlier layers' error", f"{r.correction:.0%} made good" if r.correction else "left"),
+            ("Tokens", "weighed by the residual stream" if r.weigh_tokens else "weigh the same"),
+            ("Refined", f"{r.sweeps} times"),
+            ("Tuned", f"{r.tune_epochs} epochs, rate {r.tune_rate:g}" if r.tune_epochs else "no"),
             ("Calibration", f"{r.samples} windows of {r.seq_len} tokens, seed {r.seed}"),
             ("Text", f"SHA-256 {(manifest.calibration_digest or '')[:16]}"),
         ]
@@ -142,6 +149,11 @@ def _experts(mixture: "MixtureSpec") -> str:
         f"{mixture.experts_per_token} of {mixture.num_experts} for a token, in {len(mixture.layers)} layers, "
         f"inner {mixture.intermediate_size}{f'; a shared one, inner {shared}' if shared else ''}"
     )
+
+
+def _bits(form: LinearFormat) -> str:
+    kind = "symmetric" if form.symmetric else "asymmetric"
+    return f"{form.bits}, group size {form.group_size}, {kind}"
 
 
 def _product(shape: tuple[int, ...]) -> int:

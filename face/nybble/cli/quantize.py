@@ -4,17 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
-from ..quant.recipe import BNB_SETTINGS, GROUP_SIZES, METHODS, Recipe
+from ..quant.recipe import GROUP_SIZES, METHODS
+from ..quant.recipe_files import DEFAULT, load_recipe, recipe_names
 from .options import apply
 from .progress import progress
 
 EPILOG = """\b
 Examples:
   nybble quantize smollm2 -o smollm2-int4
-  nybble quantize ./Qwen3-0.6B -o qwen3-int4 --group-size 32 --asym
-  nybble quantize model.gguf -o model-int8 --bits 8 --method rtn
+  nybble quantize smollm2 -o smollm2-int4 --recipe best
+  nybble quantize ./Qwen3-0.6B -o qwen3-int4 --group-size 64 --sym
+  nybble quantize model.gguf -o model-int8 --bits 8 --recipe fast
   nybble quantize ./my-model -o out --calibration chats.jsonl=2 --calibration self
   nybble quantize ./my-model -o out-nf4 --method nf4
   nybble quantize ./my-model -o out --calibration chats.jsonl --formats gptq
@@ -22,48 +23,50 @@ Examples:
   nybble quantize smollm2 -o for-genai --formats onnx --onnx-contract genai
 """
 
-default = Recipe()
-
-RECIPE = (
+# A setting that is not given is the recipe's.
+SETTINGS = (
     click.option(
         "--method",
         type=click.Choice(METHODS),
-        default=default.method,
-        show_default=True,
         help="rtn, nf4 and int8 need no calibration; the latter two are bitsandbytes'.",
     ),
-    click.option("--bits", type=click.Choice(["4", "8"]), default=str(default.bits), show_default=True),
+    click.option(
+        "--bits", type=float, help="4, 8, or a budget in between such as 4.6, spent layer by layer."
+    ),
     click.option(
         "--group-size",
         type=click.Choice([str(g) for g in GROUP_SIZES]),
-        default=str(default.group_size),
-        show_default=True,
         help="Inputs that share a scale; -1 is a whole row.",
     ),
-    click.option("--sym/--asym", "symmetric", default=default.symmetric, help="Zero points [default: sym]."),
+    click.option("--sym/--asym", "symmetric", default=None, help="Without or with zero points."),
     click.option(
         "--act-order",
         type=click.Choice(["static", "dynamic", "none"]),
-        default=default.act_order,
-        show_default=True,
         help="Order of GPTQ's columns; dynamic writes desc_act.",
     ),
-    click.option("--clip-search/--no-clip-search", default=default.clip_search, help="[default: on]"),
-    click.option("--damp", type=float, default=default.damp, show_default=True),
-    click.option(
-        "--samples", type=int, default=default.samples, show_default=True, help="Calibration windows."
-    ),
-    click.option(
-        "--seq-len", type=int, default=default.seq_len, show_default=True, help="Tokens in a window."
-    ),
-    click.option("--seed", type=int, default=default.seed, show_default=True),
+    click.option("--clip-search/--no-clip-search", default=None, help="Search each group's range."),
+    click.option("--damp", type=float, help="Share of the Hessian's mean diagonal that is added."),
+    click.option("--correction", type=float, help="Share of earlier layers' error to make good, 0 to 1."),
+    click.option("--weigh-tokens/--no-weigh-tokens", default=None, help="By the residual stream's size."),
+    click.option("--sweeps", type=int, help="Passes that refine the rounding."),
+    click.option("--tune-epochs", type=int, help="Passes that tune scales and norms together."),
+    click.option("--tune-rate", type=float, help="The first step's relative size."),
+    click.option("--samples", type=int, help="Calibration windows."),
+    click.option("--seq-len", type=int, help="Tokens in a window."),
+    click.option("--seed", type=int),
 )
 
 
 @click.command("quantize", epilog=EPILOG)
 @click.argument("source", metavar="SRC")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The artifact folder.")
-@apply(RECIPE)
+@click.option(
+    "--recipe",
+    default=DEFAULT,
+    show_default=True,
+    help=f"{', '.join(recipe_names())}, or a TOML file; the options below replace its settings.",
+)
+@apply(SETTINGS)
 @click.option(
     "--calibration",
     metavar="NAME[=SHARE]",
@@ -91,7 +94,7 @@ RECIPE = (
 @click.option("--overwrite", is_flag=True, help="Replace the artifact that is at the output.")
 @click.option("--resume", is_flag=True, help="Go on where the same run was stopped.")
 @click.option("--threads", type=int, help="[default: the cores this process may use]")
-def command(source: str, output: Path, formats: str | None, **settings: Any) -> None:
+def command(source: str, output: Path, recipe: str, formats: str | None, **settings: Any) -> None:
     """Quantize SRC and write an artifact folder.
 
     SRC is a Hugging Face folder, a GGUF file, the hub id of a model that the local Hugging Face cache has
@@ -100,13 +103,15 @@ def command(source: str, output: Path, formats: str | None, **settings: Any) -> 
     """
     from ..quantization import quantize
 
-    settings |= {"bits": int(settings["bits"]), "group_size": int(settings["group_size"])}
-    context = click.get_current_context()
-    for name in BNB_SETTINGS.get(settings["method"], {}):  # the method's own, where none was given
-        if context.get_parameter_source(name) is ParameterSource.DEFAULT:
-            del settings[name]
+    given = {name: value for name, value in settings.items() if value is not None}
+    if "group_size" in given:
+        given["group_size"] = int(given["group_size"])
+    if given.get("bits") in (4, 8):
+        given["bits"] = int(given["bits"])
     halves = None if formats is None else formats.split(",")
     with progress() as report:
-        manifest = quantize(source, output, formats=halves, progress=report, **settings)
+        manifest = quantize(
+            source, output, recipe=load_recipe(recipe), formats=halves, progress=report, **given
+        )
     size = sum(entry.size for entry in manifest.files.values())
     click.echo(f"{output}: {', '.join(manifest.formats)}, {size / 1e6:.0f} MB", err=True)

@@ -1,0 +1,108 @@
+"""A budget of bits: the knapsack against brute force, measured sensitivities against what rounding does."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nybble.errors import SettingError
+from nybble.models import open_source
+from nybble.models.source import ModelSource
+from nybble.quant import budget
+from nybble.quant.calibration import Calibration
+from nybble.quant.forward import TensorProvider
+from nybble.quant.packing import QuantizedTensor
+from nybble.quant.quality import kl_divergence, logits_function
+from nybble.quant.quantize import quantize
+from nybble.quant.recipe import LinearFormat, Recipe
+from nybble.quant.rtn import quantize_rtn
+
+torch = pytest.importorskip("torch")
+
+IDS = np.random.default_rng(0).integers(0, 512, (16, 64)).astype(np.int32)
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(1, 40), st.floats(0, 10)), min_size=3, max_size=3),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(0, 150),
+)
+def test_the_best_of_all_choices(items: list[list[tuple[int, float]]], room: int) -> None:
+    costs = np.array([[cost for cost, _ in item] for item in items])
+    losses = np.array([[loss for _, loss in item] for item in items])
+    rows = np.arange(len(items))
+    choices = [np.array(c) for c in itertools.product(range(3), repeat=len(items))]
+    affordable = [losses[rows, c].sum() for c in choices if costs[rows, c].sum() <= room]
+    if not affordable:
+        with pytest.raises(SettingError, match="budget"):
+            budget.allocate(costs, losses, room)
+        return
+    found = np.array(budget.allocate(costs, losses, room))
+    assert costs[rows, found].sum() <= room
+    assert losses[rows, found].sum() == pytest.approx(min(affordable))
+
+
+def test_bits_of_a_row() -> None:
+    assert LinearFormat(4, 32, False).row_bits(576) == 576 * 4 + 18 * 20
+    assert LinearFormat(8, 64, True).row_bits(100) == 800 + 2 * 16
+    assert LinearFormat(4, -1, True).row_bits(100) == 400 + 16
+
+
+class OneRounded:
+    """A source with one tensor replaced."""
+
+    def __init__(self, source: ModelSource, name: str, weight: "torch.Tensor") -> None:
+        self.spec, self._source, self._name, self._weight = source.spec, source, name, weight
+
+    def tensor(self, name: str) -> "QuantizedTensor | np.ndarray":
+        return self._weight.numpy() if name == self._name else self._source.tensor(name)
+
+
+def test_sensitivity_is_the_divergence_of_rounding_one_layer(make_tiny_model: Callable[..., Path]) -> None:
+    source = open_source(make_tiny_model("llama"))
+    options = (LinearFormat(4, 32, True), LinearFormat(8, 64, True))
+    ids = np.repeat(IDS, 4, axis=0)  # drawn tokens differ, so more of the same windows measure better
+    original, budget.WINDOWS = budget.WINDOWS, 64
+    try:
+        found = budget.sensitivities(source, Recipe(), ids, options)
+    finally:
+        budget.WINDOWS = original
+    reference = logits_function(source)(IDS)
+    for kind in ("self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
+        name = f"model.layers.1.{kind}.weight"
+        weight = torch.from_numpy(source.tensor(name).copy())
+        quantized = quantize_rtn(weight, Recipe(method="rtn", group_size=32), name)
+        rounded = torch.from_numpy(quantized.dequantize())
+        provider: TensorProvider = OneRounded(source, name, rounded)
+        expected = float(kl_divergence(reference, logits_function(provider)(IDS)).sum()) * 4
+        assert found[name][0] == pytest.approx(expected, rel=0.5)
+        assert found[name][1] < 0.02 * found[name][0]
+
+
+def test_a_model_within_its_budget(make_tiny_model: Callable[..., Path]) -> None:
+    source = open_source(make_tiny_model("llama"))
+    calibration = Calibration(IDS, "digest", "test")
+    recipe = Recipe(samples=16, seq_len=64, average_bits=5.5)
+    model = quantize(source, recipe, calibration, threads=1)
+    linears = [x for layer in range(2) for x in source.spec.linears(layer)]
+    forms = [model.recipe.format_of(x.name) for x in linears]
+    assert {form.bits for form in forms} == {4, 8}
+    weights = sum(x.out_features * x.in_features for x in linears)
+    used = sum(budget.stored_bits(x, form) for x, form in zip(linears, forms, strict=True)) / weights
+    assert 5.2 < used <= 5.5
+    for linear, form in zip(linears, forms, strict=True):
+        tensor = model.tensors[linear.name]
+        assert isinstance(tensor, QuantizedTensor)
+        assert (tensor.bits, tensor.zeros is None) == (form.bits, form.symmetric)
+        zeros = 0 if tensor.zeros is None else tensor.zeros.size * form.bits
+        stored = 8 * (tensor.packed.nbytes + tensor.scales.nbytes) + zeros
+        assert stored == budget.stored_bits(linear, form)
+    with pytest.raises(SettingError, match="budget"):
+        quantize(source, Recipe(samples=16, seq_len=64, average_bits=4.01), calibration)

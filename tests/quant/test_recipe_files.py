@@ -1,0 +1,66 @@
+"""Named recipes and recipes from files."""
+
+from pathlib import Path
+
+import pytest
+
+from nybble.errors import SettingError
+from nybble.quant.recipe import LinearFormat, Recipe
+from nybble.quant.recipe_files import DEFAULT, load_recipe, recipe_names
+
+
+def test_the_recipes_that_come_with_nybble() -> None:
+    assert recipe_names() == ["balanced", "best", "fast"]
+    assert load_recipe() == load_recipe(DEFAULT) == load_recipe("balanced")
+    assert load_recipe("fast").method == "rtn"
+    assert load_recipe("best").tune_epochs > 0
+
+
+def test_a_file_and_what_it_leaves_out(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('bits = 8\ndamp = 1e-2\n[formats]\n"a.weight" = [4, 32, false]\n')
+    recipe = load_recipe(str(path))
+    assert recipe == Recipe(bits=8, formats=(("a.weight", LinearFormat(4, 32, False)),))
+    assert recipe.format_of("a.weight") == LinearFormat(4, 32, False)
+    assert recipe.format_of("b.weight") == LinearFormat(8, 64, True)
+    assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+def test_a_manifest_from_before_a_setting_was_there() -> None:
+    old = {"method": "gptq", "bits": 4, "group_size": 64, "symmetric": True, "act_order": "static"}
+    assert Recipe.from_json(old) == Recipe()
+    assert not Recipe.from_json(old).follows_reference
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bits = ", "not TOML"),
+        ("bits = 5", "bits is 5; expected 4 or 8"),
+        ("bits = true", "bits is True; expected a int"),
+        ("correction = 2", "correction is 2.0; expected a share from 0 to 1"),
+        ("colour = 1", "unknown settings: colour"),
+        ("average_bits = 3.5", "average_bits is 3.5"),
+        ('method = "rtn"\naverage_bits = 4.5', "average_bits is 4.5; expected 0 for method rtn"),
+        ("formats = 1", "formats is no object"),
+        ("[formats]\na = [4, 32]", "formats holds a list"),
+        ("[formats]\na = [3, 32, true]", "formats is"),
+        ("sweeps = 1000", "sweeps is 1000"),
+        ('damp = "much"', "damp is 'much'"),
+    ],
+)
+def test_files_that_are_no_recipe(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(SettingError) as caught:
+        load_recipe(str(path))
+    assert message in str(caught.value)
+    assert "bad.toml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_and_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="recipe 'fine' is unknown; expected balanced, best, fast"):
+        load_recipe("fine")
+    with pytest.raises(SettingError, match="can't be read"):
+        load_recipe(str(tmp_path / "none.toml"))
