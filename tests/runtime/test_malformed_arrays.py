@@ -255,7 +255,7 @@ LAYER_NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 
 
 def extension_calls() -> dict[str, Call]:
-    builder = _kernels.DecoderBuilder(_config(SPEC, None))
+    builder = _kernels.DecoderBuilder(_config(SPEC, SPEC.max_position))
     hidden, q = SPEC.hidden_size, SPEC.num_heads * SPEC.head_dim
     assert (hidden // 32, q % 16) == (1, 8)  # two slices; the last tile is not full
     weight, ends = linear(q, hidden), linear(SPEC.vocab_size, hidden)
