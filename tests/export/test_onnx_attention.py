@@ -49,7 +49,7 @@ def session(heads: int, kv_heads: int, window: int, softcap: float, half_cache: 
     )
     for value, name, dtype in zip(outputs, ("y", "k", "v"), (float32, cache, cache), strict=True):
         value.name, value.type = name, ir.TensorType(dtype)
-    graph = ir.Graph(inputs, outputs, nodes=b.nodes, opset_imports=OPSET_IMPORTS, name="test")
+    graph = ir.Graph(inputs, outputs, nodes=b.nodes, opset_imports=OPSET_IMPORTS | {NYBBLE: 1}, name="test")
     model = ir.Model(graph, ir_version=IR_VERSION, functions=[paged_attention_function()])
     options = ort.SessionOptions()
     options.log_severity_level = 4
