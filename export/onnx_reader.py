@@ -6,6 +6,7 @@ range of exactly its size, before anything is allocated or given to ONNX Runtime
 
 import json
 import math
+import stat
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -333,10 +334,14 @@ def _check_external(path: Path, tensor: ir.ExternalTensor, sizes: dict[str, int]
             f"{path.name}: {name} lies in {location!r}; expected a file of the same folder"
         )
     if location not in sizes:
-        file = path.parent / location
-        if file.is_symlink() or not file.is_file():
-            raise ModelFormatError(f"{location}: missing, or not a plain file; {path.name} needs it")
-        sizes[location] = file.stat().st_size
+        try:
+            status = (path.parent / location).lstat()
+        except (OSError, ValueError) as error:  # the latter for a name that no file can have
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ModelFormatError(f"{location[:60]!r}: {reason}; {path.name} needs it") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelFormatError(f"{location}: not a plain file; {path.name} needs it")
+        sizes[location] = status.st_size
     offset, length, dims = tensor.offset or 0, tensor.length, tensor.shape.numpy()
     try:
         expected = math.prod(dims) * tensor.dtype.bitwidth // 8

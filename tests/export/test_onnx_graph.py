@@ -226,7 +226,7 @@ MIXTURE = {
 DAMAGES: dict[str, tuple[Callable[[onnx.ModelProto], None], str]] = {
     "another folder": (lambda m: set_entry(m, "location", "../weights.bin"), "same folder"),
     "an absolute path": (lambda m: set_entry(m, "location", "/etc/passwd"), "same folder"),
-    "a file that is not there": (lambda m: set_entry(m, "location", "other.bin"), "other.bin: missing"),
+    "a file that is not there": (lambda m: set_entry(m, "location", "other.bin"), "other.bin.: No such"),
     "past the end": (lambda m: set_entry(m, "offset", str(1 << 40)), "past the file's"),
     "a negative offset": (lambda m: set_entry(m, "offset", "-4096"), "decoder.onnx|past"),
     "an offset that is no number": (lambda m: set_entry(m, "offset", "x"), "decoder.onnx"),

@@ -348,7 +348,7 @@ def test_numbers_that_do_not_describe_the_tiles_are_refused(call: str, data: st.
 
 @pytest.mark.parametrize(("name", "value"), [("layer", -1), ("layer", 2), ("index", -1), ("index", 7)])
 def test_layers_and_their_parts_are_in_range(name: str, value: int) -> None:
-    with pytest.raises(ValueError, match="layer"):
+    with pytest.raises(ValueError, match=name):
         CALLS["set_linear"].function(**{**CALLS["set_linear"].arguments, name: value})
 
 

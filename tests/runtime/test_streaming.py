@@ -336,7 +336,7 @@ def test_a_stream_that_does_not_match_its_weights_is_refused(tied: Model) -> Non
         size: int = 1 << 20,
         timeout: float = 1.0,
     ) -> None:
-        builder = _kernels.DecoderBuilder(_config(tied.spec, None))
+        builder = _kernels.DecoderBuilder(_config(tied.spec, tied.spec.max_position))
         executor._load(builder, source)
         for layer in layers:
             builder.stream_layer(*layer)
@@ -366,7 +366,7 @@ def test_a_stream_that_does_not_match_its_weights_is_refused(tied: Model) -> Non
     for settings_ in ({"buffers": 1}, {"size": section.size - 4096}, {"size": 1 << 60}, {"timeout": 0.0}):
         with pytest.raises(ValueError, match=r"buffers|buffer_bytes|timeout"):
             built([good], **settings_)
-    builder = _kernels.DecoderBuilder(_config(tied.spec, None))
+    builder = _kernels.DecoderBuilder(_config(tied.spec, tied.spec.max_position))
     with pytest.raises(ValueError, match="head has not been set"):
         builder.stream_head(head, head)
     with pytest.raises(ValueError, match="lacks a linear layer"):
