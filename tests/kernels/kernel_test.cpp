@@ -53,6 +53,9 @@ void* operator new(size_t bytes) { return allocate(bytes, alignof(std::max_align
 void* operator new(size_t bytes, std::align_val_t alignment) {
     return allocate(bytes, static_cast<size_t>(alignment));
 }
+void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+    return allocate(bytes, alignof(std::max_align_t));
+}
 void operator delete(void* p) noexcept { std::free(p); }
 void operator delete(void* p, size_t) noexcept { std::free(p); }
 void operator delete(void* p, std::align_val_t) noexcept { std::free(p); }
