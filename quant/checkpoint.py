@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ModelFormatError, SettingError
+from ..errors import ModelFormatError, NybbleError, SettingError
 from ..models.config_reader import read_json_object
 from ..models.safetensors_file import SafetensorsFile
 from .packing import QuantizedTensor
@@ -30,11 +30,12 @@ from .packing_nf4 import AnyQuantized, Nf4Tensor
 
 log = logging.getLogger("nybble")
 
-VERSION = 1
+VERSION = 2
 # Work is kept when so much time went into it since it was last kept: little of it is lost, and a model that
 # takes less writes nothing.
 SAVE_SECONDS = 30.0
 KEY_FILE = "key.json"
+STATES = f"state-{'[0-9]' * 5}.safetensors"  # a pattern
 CHECKSUM = "sha256"
 TYPES = {"|u1": "U8", "<f2": "F16", "<f4": "F32", "<f8": "F64", "<i4": "I32", "<i8": "I64"}
 
@@ -57,46 +58,47 @@ def work_folder(out: Path) -> Path:
 
 
 class Checkpoint:
-    """The folder of one run, made when there is something to keep. Close it, or use it in a `with`; `discard`
-    the folder when the results are safe.
+    """The folder of one run, made when there is something to keep. Close it, or use it in a `with`; `finish`
+    when the results are safe.
 
     Where nothing can be written, or another process works there, nothing is kept, and the log says so once.
     """
 
-    def __init__(self, folder: Path | None, key: Mapping[str, Any], *, resume: bool) -> None:
-        """`key` is what the results depend on, in values that JSON has. Without `resume` what is there is
-        removed. Without a folder nothing is kept. Raises `SettingError` for work of another run, naming what
-        is not the same."""
+    def __init__(self, folder: Path | None, *, resume: bool = False) -> None:
+        """Without a folder nothing is kept. With `resume`, `load` gives what an earlier run kept there."""
         self._folder, self._resume = folder, resume
-        self._key: dict[str, Any] = json.loads(json.dumps({"version": VERSION, **key}))
+        self._keeps = folder is not None
+        self._key: dict[str, Any] = {}
         self._pending: dict[int, dict[str, NDArray[Any]]] = {}
         self._last_save = time.monotonic()
         self._lock: int | None = None
-        if folder is None or not os.path.lexists(folder):
-            return
+        if folder is not None and os.path.lexists(folder):
+            try:
+                self._lock = _locked(folder)
+            except OSError as error:
+                self._give_up(error)
+
+    def load(self, key: Mapping[str, Any]) -> Kept | None:
+        """What an earlier run finished; None where there is nothing that is sound. Without `resume` what is
+        there is removed. To be called before `save`.
+
+        `key` is what the results depend on, in values that JSON has. Raises `SettingError` for work of
+        another run, naming what is not the same."""
+        self._key = json.loads(json.dumps({"version": VERSION, **key}))
+        if self._folder is None or self._lock is None:
+            return None
         try:
-            self._lock = _locked(folder)
-            if not resume:
-                _clear(folder)
+            if not self._resume or not (self._folder / KEY_FILE).exists():
+                _clear(self._folder)
+                return None
         except OSError as error:
             self._give_up(error)
-            return
-        if resume:
-            try:
-                _check_key(folder, self._key)
-            except BaseException:
-                self.close()
-                raise
-
-    def load(self) -> Kept | None:
-        """What an earlier run finished; None where there is nothing that is sound."""
-        if self._lock is None or self._folder is None or not self._resume:
             return None
-        states = sorted(int(path.stem[6:]) for path in self._folder.glob("state-[0-9]*.safetensors"))
-        for last in reversed(states):
+        _check_key(self._folder, self._key)
+        for last in sorted((int(path.stem[6:]) for path in self._folder.glob(STATES)), reverse=True):
             try:
                 return _read_kept(self._folder, last)
-            except (ModelFormatError, KeyError, TypeError, ValueError) as error:
+            except (NybbleError, OSError, KeyError, TypeError, ValueError) as error:
                 log.warning("%s: the work kept after layer %d is not used: %s", self._folder, last, error)
         return None
 
@@ -106,13 +108,15 @@ class Checkpoint:
         tensors: Mapping[str, Result],
         errors: Mapping[str, float],
         state: Mapping[str, NDArray[Any]],
+        *,
+        now: bool = False,
     ) -> None:
         """Takes a finished layer's results, and the state after it, of which nothing is held beyond the call.
-        They are on the disk when this returns, if it was time."""
-        if self._folder is None:
+        They are on the disk when this returns, if it was time or has to be `now`."""
+        if self._folder is None or not self._keeps:
             return
         self._pending[layer] = _flat(tensors, errors)
-        if time.monotonic() - self._last_save < SAVE_SECONDS:
+        if not now and time.monotonic() - self._last_save < SAVE_SECONDS:
             return
         try:
             self._write(self._folder, layer, state)
@@ -121,6 +125,12 @@ class Checkpoint:
             return
         self._pending.clear()
         self._last_save = time.monotonic()
+
+    def finish(self) -> None:
+        """Removes what is kept, unless another process works there."""
+        if self._folder is not None and self._lock is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self.close()
 
     def close(self) -> None:
         if self._lock is not None:
@@ -138,29 +148,39 @@ class Checkpoint:
         if self._lock is None:
             folder.mkdir(exist_ok=True)
             self._lock = _locked(folder)
+            _clear(folder)  # of a run that came and went since this one began
         if not (folder / KEY_FILE).exists():
             _replace(folder / KEY_FILE, [json.dumps(self._key, indent=2).encode()])
         for number, arrays in self._pending.items():
-            _write_arrays(folder / f"layer-{number:05d}.safetensors", arrays)
-        newest = folder / f"state-{layer:05d}.safetensors"
+            _write_arrays(folder / _layer_file(number), arrays)
+        newest = folder / _state_file(layer)
         _write_arrays(newest, state)
-        for path in folder.glob("state-[0-9]*.safetensors"):
+        for path in folder.glob(STATES):
             if path != newest:
                 path.unlink()
 
     def _give_up(self, error: OSError) -> None:
+        """Keeps nothing more. What was kept before stays, for a run with `resume`."""
         busy = isinstance(error, BlockingIOError)
         why = "another process works there" if busy else error.strerror or error
         log.warning("%s: work is not kept: %s", self._folder, why)
-        if self._lock is not None and self._folder is not None:
-            discard(self._folder)
-        self.close()
-        self._folder = None
+        self._keeps = False
+        if self._folder is not None and self._lock is not None:
+            with contextlib.suppress(OSError):
+                for layer in self._pending:  # the state first: one that is there has all its layers
+                    (self._folder / _state_file(layer)).unlink(missing_ok=True)
+                    (self._folder / _layer_file(layer)).unlink(missing_ok=True)
+            if not any(self._folder.glob(STATES)):
+                shutil.rmtree(self._folder, ignore_errors=True)
+        self._pending.clear()
 
 
-def discard(folder: Path) -> None:
-    """Removes what is kept there."""
-    shutil.rmtree(folder, ignore_errors=True)
+def _layer_file(layer: int) -> str:
+    return f"layer-{layer:05d}.safetensors"
+
+
+def _state_file(layer: int) -> str:
+    return f"state-{layer:05d}.safetensors"
 
 
 def _locked(folder: Path) -> int:
@@ -176,14 +196,14 @@ def _locked(folder: Path) -> int:
 
 def _clear(folder: Path) -> None:
     for path in folder.iterdir():
-        path.unlink()
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _check_key(folder: Path, key: Mapping[str, Any]) -> None:
     path = folder / KEY_FILE
-    if not path.exists():
-        _clear(folder)
-        return
     found = read_json_object(path, str(path))
     differing = [name for name in key if found.get(name) != key[name]]
     if differing:
@@ -194,9 +214,9 @@ def _check_key(folder: Path, key: Mapping[str, Any]) -> None:
 
 
 def _read_kept(folder: Path, last: int) -> Kept:
-    kept = Kept(last + 1, {}, {}, _read_arrays(folder / f"state-{last:05d}.safetensors"))
+    kept = Kept(last + 1, {}, {}, _read_arrays(folder / _state_file(last)))
     for layer in range(last + 1):
-        _unflatten(_read_arrays(folder / f"layer-{layer:05d}.safetensors"), kept.tensors, kept.errors)
+        _unflatten(_read_arrays(folder / _layer_file(layer)), kept.tensors, kept.errors)
     return kept
 
 
@@ -280,7 +300,7 @@ def _replace(path: Path, parts: list[Any], checksum: bool = False) -> None:
 
 
 def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a file, its checksum verified. Raises `ModelFormatError`."""
+    """The arrays of a file, its checksum verified. Raises `ModelFormatError`, and `OSError`."""
     with SafetensorsFile(path) as file:
         arrays = {name: file.raw(name) for name in file.tensors}
         expected = arrays.pop(CHECKSUM, None)

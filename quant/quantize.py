@@ -6,7 +6,6 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from ..models.spec import ModelSpec
 from .bnb import quantize_int8, quantize_nf4
 from .budget import spend
 from .calibration import Calibration
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Kept
 from .forward import embed, to_torch
 from .layer import quantize_layer
 from .model import QuantizedModel
@@ -47,8 +46,7 @@ def quantize(
     *,
     progress: Progress | None = None,
     threads: int | None = None,
-    work: Path | None = None,
-    resume: bool = False,
+    checkpoint: Checkpoint | None = None,
 ) -> QuantizedModel:
     """Quantizes every linear layer of the decoder; embedding, head, norms, biases and gates become float16.
 
@@ -57,10 +55,9 @@ def quantize(
     are read from the source when their turn comes: at most the float32 weights of one layer are held, beside
     the results and, for GPTQ, the hidden states of the calibration text and one layer's work on them.
 
-    Finished layers are kept in the folder `work`, where one is given and the run takes so long that it pays;
-    with `resume` a run goes on after the last that an earlier one kept there, with the same result. The
-    folder stays: `checkpoint.discard` it when the result is safe. Raises `SettingError` where it holds work
-    of a run that was not the same.
+    Finished layers are kept in `checkpoint`, where one is given and the run takes so long that it pays; the
+    run goes on after the last that an earlier one kept there, with the same result. Raises `SettingError`
+    where it holds work of a run that was not the same.
 
     `threads` is torch's number of threads for the duration. Given the same model, recipe, text, library
     versions and threads, the result is the same to the last bit. Raises `QuantizationError` naming the
@@ -86,14 +83,12 @@ def quantize(
     tensors: Quantized = {name: half(source, name) for name in names}
     errors: dict[str, float] = {}
     starved: dict[str, int] = {}
-    with (
-        _threads(threads),
-        torch.no_grad(),
-        Checkpoint(work, run_key(source, recipe, calibration) if work else {}, resume=resume) as checkpoint,
-    ):
+    checkpoint = checkpoint or Checkpoint(None)
+    with _threads(threads), torch.no_grad():
         hidden = reference = None
-        first, formats = 0, _formats(source, recipe, calibration)
-        if (kept := checkpoint.load()) is not None:
+        first, kept = 0, checkpoint.load(run_key(source, recipe, calibration))
+        formats = _formats(source, recipe, calibration, kept)
+        if kept is not None:
             first = kept.layers
             tensors |= kept.tensors
             errors |= kept.errors
@@ -119,7 +114,8 @@ def quantize(
                 layer,
                 {name: tensors[name] for name in spec.layer_tensors(layer)},
                 {linear.name: errors[linear.name] for linear in spec.linears(layer)},
-                _state(hidden, reference, starved, layer),
+                _state(hidden, reference, starved, layer) | _chosen(formats, recipe),
+                now=layer == spec.num_layers - 1 and recipe.tune_epochs > 0,  # which takes long
             )
             report(STAGE, layer + 1, spec.num_layers)
         if recipe.tune_epochs and reference is not None and calibration is not None:
@@ -156,12 +152,28 @@ def quantize(
     )
 
 
-def _formats(source: ModelSource, recipe: Recipe, calibration: Calibration | None) -> dict[str, LinearFormat]:
+def _formats(
+    source: ModelSource, recipe: Recipe, calibration: Calibration | None, kept: Kept | None
+) -> dict[str, LinearFormat]:
     """Each linear layer's format by its name."""
-    if recipe.average_bits and recipe.method == "gptq" and calibration is not None:
-        return spend(source, recipe, calibration.token_ids)
     spec = source.spec
-    return {x.name: recipe.format_of(x.name) for layer in range(spec.num_layers) for x in spec.linears(layer)}
+    linears = [x.name for layer in range(spec.num_layers) for x in spec.linears(layer)]
+    if recipe.average_bits and calibration is not None:
+        if kept is None:
+            return spend(source, recipe, calibration.token_ids)
+        rows = kept.state["formats"].tolist()
+        return {
+            name: LinearFormat(bits, group_size, bool(symmetric))
+            for name, (bits, group_size, symmetric) in zip(linears, rows, strict=True)
+        }
+    return {name: recipe.format_of(name) for name in linears}
+
+
+def _chosen(formats: dict[str, LinearFormat], recipe: Recipe) -> dict[str, NDArray[np.int32]]:
+    """What a budget was spent on, as a checkpoint keeps it: a row for each linear layer."""
+    if not recipe.average_bits:
+        return {}
+    return {"formats": np.array([(x.bits, x.group_size, x.symmetric) for x in formats.values()], np.int32)}
 
 
 def run_key(source: ModelSource, recipe: Recipe, calibration: Calibration | None) -> dict[str, Any]:
@@ -183,7 +195,7 @@ def run_key(source: ModelSource, recipe: Recipe, calibration: Calibration | None
 
 def _state(
     hidden: "Tensor | None", reference: "Tensor | None", starved: dict[str, int], layer: int
-) -> dict[str, NDArray[np.float32]]:
+) -> dict[str, NDArray[Any]]:
     """What the layers after `layer` go on from."""
     if hidden is None:
         return {}

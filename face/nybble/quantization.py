@@ -1,6 +1,7 @@
 """`quantize`: a model in, an artifact folder out."""
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ def quantize(
     from .export.genai_config import genai_config
     from .models import open_source
     from .own_text import own_text
-    from .quant.checkpoint import discard, work_folder
+    from .quant.checkpoint import Checkpoint, work_folder
     from .quant.mixture import DEFAULT as DEFAULT_TEXT
     from .quant.mixture import load_mixture, parse_shares
     from .quant.quantize import quantize as quantize_model
@@ -73,35 +74,33 @@ def quantize(
     out = Path(out)
     check_onnx_contract(onnx_contract, check_formats(formats, chosen))
     work = work_folder(check_output(out, overwrite))
-    source = open_source(src, adapter)
-    try:
-        if onnx_contract != "paged":
-            genai_config(source, GENAI_GRAPH)  # what it refuses, it refuses before the work
-        text = None
-        if chosen.method == "gptq":
-            tokenizer = Tokenizer(source.tokenizer_files)
-            text = load_mixture(
-                texts,
-                encode=lambda text: tokenizer.encode(text, add_special_tokens=False, parse_special=True),
-                render=tokenizer.render_chat,
-                recipe=chosen,
-                own_text=lambda tokens: own_text(
-                    source, tokenizer, tokens, seed=chosen.seed, threads=threads, progress=progress
-                ),
+    with Checkpoint(work, resume=resume) as checkpoint:
+        with closing(open_source(src, adapter)) as source:
+            if onnx_contract != "paged":
+                genai_config(source, GENAI_GRAPH)  # what it refuses, it refuses before the work
+            text = None
+            if chosen.method == "gptq":
+                tokenizer = Tokenizer(source.tokenizer_files)
+                text = load_mixture(
+                    texts,
+                    encode=lambda text: tokenizer.encode(text, add_special_tokens=False, parse_special=True),
+                    render=tokenizer.render_chat,
+                    recipe=chosen,
+                    own_text=lambda tokens: own_text(
+                        source, tokenizer, tokens, seed=chosen.seed, threads=threads, progress=progress
+                    ),
+                )
+            model = quantize_model(
+                source, chosen, text, progress=progress, threads=threads, checkpoint=checkpoint
             )
-        model = quantize_model(
-            source, chosen, text, progress=progress, threads=threads, work=work, resume=resume
+        manifest = write_artifact(
+            model,
+            out,
+            formats=formats,
+            checkpoint_format=checkpoint_format,
+            onnx_contract=onnx_contract,
+            overwrite=overwrite,
+            progress=progress,
         )
-    finally:
-        source.close()
-    manifest = write_artifact(
-        model,
-        out,
-        formats=formats,
-        checkpoint_format=checkpoint_format,
-        onnx_contract=onnx_contract,
-        overwrite=overwrite,
-        progress=progress,
-    )
-    discard(work)
+        checkpoint.finish()
     return manifest
