@@ -221,7 +221,7 @@ def _write_common(
     if checkpoint == "bnb":
         config["quantization_config"] = BnbConfig.from_recipe(model.recipe).to_json()
     elif checkpoint == "gptq":
-        settings = GptqConfig.from_recipe(model.recipe, checkpoint_format)
+        settings = GptqConfig.from_recipe(model.recipe, model.spec, checkpoint_format)
         quantization = settings.to_json(model.recipe, __version__)
         config["quantization_config"] = quantization
         _write_json(folder / QUANTIZE_CONFIG, quantization)

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..errors import ModelFormatError, UnsupportedModelError
 from ..models.config_reader import shown
+from ..models.spec import ModelSpec
 from ..quant.packing import CheckpointFormat
 from ..quant.recipe import Recipe
 from .layer_overrides import LayerOverride, LinearFormat, format_of, read_overrides
@@ -31,11 +32,17 @@ class GptqConfig:
         return format_of(name, LinearFormat(self.bits, self.group_size), self.dynamic)
 
     @classmethod
-    def from_recipe(cls, recipe: Recipe, checkpoint_format: CheckpointFormat = "gptq") -> "GptqConfig":
+    def from_recipe(
+        cls, recipe: Recipe, spec: ModelSpec, checkpoint_format: CheckpointFormat = "gptq"
+    ) -> "GptqConfig":
+        """Of the checkpoint of a model; layers' names are the checkpoint's."""
         symmetric = all(form.symmetric for form in recipe.all_formats)
+        stored = [x for layer in range(spec.num_layers) for x in spec.stored_linears(layer)]
+        formats = [(x.linear.name, recipe.format_of(x.parts[0].name)) for x in stored]
         dynamic = tuple(
             LayerOverride.of(name.removesuffix(".weight"), form.bits, form.group_size)
-            for name, form in recipe.formats
+            for name, form in formats
+            if form != recipe.format
         )
         return cls(
             recipe.bits, recipe.group_size, recipe.desc_act, symmetric, checkpoint_format, dynamic=dynamic

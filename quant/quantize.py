@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CalibrationError, MissingDependencyError, SettingError
+from ..models.config_reader import shown
 from ..models.source import ModelSource
 from ..models.spec import ModelSpec
 from .bnb import quantize_int8, quantize_nf4
@@ -72,11 +73,7 @@ def quantize(
     if recipe.method == "gptq" and calibration is None:
         raise CalibrationError("method gptq needs a calibration text; none was given")
     spec = source.spec
-    if spec.mixture is not None and (recipe.tune_epochs or recipe.average_bits):
-        name = "tune_epochs" if recipe.tune_epochs else "average_bits"
-        raise SettingError(
-            f"{name} is {getattr(recipe, name)}; expected 0: a mixture of experts has no gradient here"
-        )
+    check_recipe(recipe, spec)
     report = progress or (lambda stage, done, total: None)
     report(STAGE, 0, spec.num_layers)
     names = dict.fromkeys((spec.embedding_name, spec.final_norm_name, spec.head_name))
@@ -150,6 +147,29 @@ def quantize(
         if recipe.method == "gptq" and calibration is not None
         else None,
     )
+
+
+def check_recipe(recipe: Recipe, spec: ModelSpec) -> None:
+    """Raises `SettingError` for settings that do not suit the model. Worth calling before a calibration text
+    is made."""
+    if spec.mixture is not None and (recipe.tune_epochs or recipe.average_bits):
+        name = "tune_epochs" if recipe.tune_epochs else "average_bits"
+        raise SettingError(
+            f"{name} is {getattr(recipe, name)}; expected 0: a mixture of experts has no gradient here"
+        )
+    stored = [x for layer in range(spec.num_layers) for x in spec.stored_linears(layer)]
+    linears = [part.name for x in stored for part in x.parts]
+    if unknown := sorted({name for name, _ in recipe.formats} - set(linears)):
+        raise SettingError(
+            f"formats: {shown(unknown[0])} is no linear layer of the model; expected {linears[0]} or the like"
+        )
+    for linear, parts in stored:
+        formats = {part.name: recipe.format_of(part.name) for part in parts}
+        if len(set(formats.values())) > 1:
+            raise SettingError(
+                f"formats: {' and '.join(formats)} differ; expected the same for all: they are one tensor of "
+                f"a checkpoint, {linear.name}"
+            )
 
 
 def _formats(

@@ -107,6 +107,8 @@ class Recipe:
         )
         check("average_bits", self.average_bits == 0 or self.method == "gptq", f"0 for method {self.method}")
         check("tune_epochs", 0 <= self.tune_epochs <= 100, "0 to 100")
+        check("tune_epochs", self.tune_epochs == 0 or self.method == "gptq", f"0 for method {self.method}")
+        check("formats", not self.formats or not self.is_bnb, f"none for method {self.method}")
         check("tune_rate", 0 < self.tune_rate < 1, "a share between 0 and 1")
         check("samples", self.samples >= 1, "at least 1")
         check("seq_len", self.seq_len >= 2, "at least 2 tokens")

@@ -60,6 +60,7 @@ def quantize(
     from .quant.checkpoint import Checkpoint, work_folder
     from .quant.mixture import DEFAULT as DEFAULT_TEXT
     from .quant.mixture import load_mixture, parse_shares
+    from .quant.quantize import check_recipe
     from .quant.quantize import quantize as quantize_model
     from .runtime.tokenizer import Tokenizer
 
@@ -78,6 +79,7 @@ def quantize(
         with closing(open_source(src, adapter)) as source:
             if onnx_contract != "paged":
                 genai_config(source, GENAI_GRAPH)  # what it refuses, it refuses before the work
+            check_recipe(chosen, source.spec)
             text = None
             if chosen.method == "gptq":
                 tokenizer = Tokenizer(source.tokenizer_files)

@@ -64,7 +64,8 @@ def quantize_source(source: ModelSource, recipe: Recipe) -> QuantizedModel:
     seeds = {name: seed for seed, name in enumerate(source.spec.stored_tensors())}
     for name, rows in source.spec.stored_rows().items():
         weight, seed = source.tensor(name), seeds[rows.name]
-        tensors[name] = rtn(weight, recipe, seed) if name in linears else weight.astype(np.float16)
+        form = recipe.with_format(recipe.format_of(name))
+        tensors[name] = rtn(weight, form, seed) if name in linears else weight.astype(np.float16)
     return QuantizedModel(
         spec=source.spec,
         config=source.config,

@@ -18,6 +18,7 @@ from nybble.errors import ModelFormatError, OutputError, SettingError
 from nybble.export import artifact_bytes, open_artifact, verify_files, verify_integers, write_artifact
 from nybble.quant.model import QuantizedModel
 from nybble.quant.packing import QuantizedTensor
+from nybble.quant.recipe import LinearFormat
 
 Make = Callable[..., QuantizedModel]
 
@@ -89,6 +90,32 @@ def test_both_halves_hold_the_same_numbers(
     for name, expected in model.tensors.items():
         if isinstance(expected, QuantizedTensor):
             np.testing.assert_array_equal(weights.tensor(name).dequantize(), expected.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("family", "parts", "stored"),
+    [
+        ("llama", ["self_attn.v_proj"], "self_attn.v_proj"),
+        ("phi3", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "self_attn.qkv_proj"),
+    ],
+)
+def test_a_layers_own_format_is_written_under_the_checkpoints_name(
+    rtn_model: Make, tmp_path: Path, family: str, parts: list[str], stored: str
+) -> None:
+    names = [f"model.layers.1.{part}.weight" for part in parts]
+    eight = LinearFormat(8, 64, True)
+    model = rtn_model(family, formats=tuple((name, eight) for name in names))
+    write_artifact(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "quantize_config.json").read_text())
+    pattern = "+:^" + f"model.layers.1.{stored}$".replace(".", "\\.")
+    assert config["dynamic"] == {pattern: {"bits": 8, "group_size": 64}}
+    assert verify_integers(tmp_path / "out") == len(model.spec.tensors())
+    weights = open_artifact(tmp_path / "out").weights("gptq")
+    for name in names:
+        found, expected = weights.tensor(name), model.tensors[name]
+        assert isinstance(expected, QuantizedTensor)
+        assert (found.bits, found.group_size) == (8, 64)
+        np.testing.assert_array_equal(found.dequantize(), expected.dequantize())
 
 
 def test_integers_that_differ_are_found_and_named(rtn_model: Make, tmp_path: Path) -> None:

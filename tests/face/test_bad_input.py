@@ -192,6 +192,7 @@ def test_wrong_options(nybble: Nybble, model: Path, tmp_path: Path, options: tup
         (("--bits", "4.01"), "the budget"),
         (("--recipe", "quick"), "recipe 'quick' is unknown"),
         (("--correction", "2"), "correction is 2.0"),
+        (("--recipe", "best", "--method", "rtn"), "tune_epochs is 1; expected 0 for method rtn"),
     ],
 )
 def test_settings_that_cannot_be(

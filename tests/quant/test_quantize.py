@@ -16,7 +16,7 @@ from nybble.quant.model import QuantizedModel
 from nybble.quant.packing import QuantizedTensor, quantize_head
 from nybble.quant.quality import DequantizedModel, kl_divergence, logits_function
 from nybble.quant.quantize import quantize
-from nybble.quant.recipe import Recipe
+from nybble.quant.recipe import LinearFormat, Recipe
 
 torch = pytest.importorskip("torch")
 
@@ -182,6 +182,24 @@ def test_settings_that_contradict(source: ModelSource) -> None:
     beyond = Calibration(np.full((16, 64), 512, np.int32), "", "")
     with pytest.raises(CalibrationError, match="token 512 is not in the model's vocabulary of 512"):
         quantize(source, RECIPE, beyond)
+
+
+def test_formats_of_layers_that_the_model_lacks(source: ModelSource) -> None:
+    eight = LinearFormat(8, 64, True)
+    for name in ("model.layers.0.mlp.down_proj", "model.layers.9.mlp.down_proj.weight", "lm_head.weight"):
+        recipe = replace(RECIPE, method="rtn", formats=((name, eight),))
+        with pytest.raises(SettingError, match=f"'{name}' is no linear layer of the model; expected model."):
+            quantize(source, recipe)
+
+
+def test_parts_of_one_tensor_have_one_format(make_tiny_model: Callable[..., Path]) -> None:
+    fused = open_source(make_tiny_model("phi3"))
+    names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
+    recipe = replace(RECIPE, method="rtn", formats=tuple((name, LinearFormat(8, 64, True)) for name in names))
+    model = quantize(fused, recipe)
+    assert [model.tensors[name].bits for name in names] == [8, 8, 8]
+    with pytest.raises(SettingError, match=r"differ; .* one tensor of a checkpoint, .*\.qkv_proj\.weight"):
+        quantize(fused, replace(recipe, formats=recipe.formats[:2]))
 
 
 def test_threads_are_put_back(source: ModelSource) -> None:

@@ -42,6 +42,11 @@ def test_a_manifest_from_before_a_setting_was_there() -> None:
         ("colour = 1", "unknown settings: colour"),
         ("average_bits = 3.5", "average_bits is 3.5"),
         ('method = "rtn"\naverage_bits = 4.5', "average_bits is 4.5; expected 0 for method rtn"),
+        ('method = "rtn"\ntune_epochs = 1', "tune_epochs is 1; expected 0 for method rtn"),
+        (
+            'method = "int8"\nbits = 8\ngroup_size = -1\nclip_search = false\n[formats]\na = [4, 32, true]',
+            "expected none for method int8",
+        ),
         ("formats = 1", "formats is no object"),
         ("[formats]\na = [4, 32]", "formats holds a list"),
         ("[formats]\na = [3, 32, true]", "formats is"),
