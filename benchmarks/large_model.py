@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from nybble.export.weights import LogicalTensor
+from nybble.models.gguf_families import FAMILIES
 from nybble.models.gguf_source import gguf_name
 from nybble.models.spec import ModelSpec, RopeSpec
 from nybble.quant.packing import HEAD_GROUP_SIZE, QuantizedTensor
@@ -64,6 +65,7 @@ def write_gguf(file: Path) -> None:
     embedding in Q8_0. It has no vocabulary."""
     from gguf import GGMLQuantizationType, GGUFWriter
 
+    layer_names = FAMILIES["llama"].layer_names
     writer = GGUFWriter(file, "llama")
     writer.add_vocab_size(SPEC.vocab_size)
     writer.add_tokenizer_model("none")
@@ -80,7 +82,7 @@ def write_gguf(file: Path) -> None:
         if name.endswith("bias"):
             continue  # this architecture has none
         if len(shape) == 1:
-            writer.add_tensor(gguf_name(name), np.ones(shape, np.float32))
+            writer.add_tensor(gguf_name(name, layer_names), np.ones(shape, np.float32))
             continue
         rng = np.random.default_rng(zlib.crc32(name.encode()))
         rows, columns = shape
@@ -89,7 +91,9 @@ def write_gguf(file: Path) -> None:
         scale = np.float16(columns**-0.5 / (4 * bytes_each))
         blocks[..., :2] = np.frombuffer(scale.tobytes(), np.uint8)
         blocks[..., 2:] = rng.integers(0, 256, (rows, columns // 32, bytes_each), np.uint8)
-        writer.add_tensor(gguf_name(name), blocks.reshape(rows, -1), raw_dtype=GGMLQuantizationType[kind])
+        writer.add_tensor(
+            gguf_name(name, layer_names), blocks.reshape(rows, -1), raw_dtype=GGMLQuantizationType[kind]
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
