@@ -335,7 +335,7 @@ def _check_external(path: Path, tensor: ir.ExternalTensor, sizes: dict[str, int]
         )
     if location not in sizes:
         try:
-            status = (path.parent / location).lstat()
+            status = (path.parent / location).stat()  # in the Hugging Face cache files are links
         except (OSError, ValueError) as error:  # the latter for a name that no file can have
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise ModelFormatError(f"{location[:60]!r}: {reason}; {path.name} needs it") from None

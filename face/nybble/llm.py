@@ -22,8 +22,9 @@ from .streams import TokenStream
 
 class LLM:
     """A model, opened from an artifact folder, a GPTQ, AWQ or bitsandbytes checkpoint, or a GGUF file, and
-    run in this process. A GGUF file runs on our own kernels, at its own bits in Q4_0, Q4_1 and Q8_0 and else
-    in 8; the alias `smollm2` names one where there is no such path.
+    run in this process. Where there is no such path, a hub id (`ORG/NAME` or `ORG/NAME@REVISION`) names one
+    that the local Hugging Face cache has, and the alias `smollm2` a GGUF file. A GGUF file runs on our own
+    kernels, at its own bits in Q4_0, Q4_1 and Q8_0 and else in 8.
 
     - `device`: "auto", or a device profile by name or file; it decides threads, memory, context and cache.
     - `executor`: "cpu", our own kernels, the same bits whatever else runs; "ort", ONNX Runtime; "auto" is the

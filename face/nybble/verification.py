@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from .errors import ModelFormatError
 from .export.artifact import GENAI_GRAPH
+from .models.hub_cache import located
 
 if TYPE_CHECKING:
     from .export.artifact import Artifact
@@ -35,16 +36,17 @@ class Verification:
 
 
 def verify(path: str | Path, *, threads: int | None = None, progress: Report | None = None) -> Verification:
-    """Checks every file against the manifest; that the integers, scales and zero points of both halves are
-    equal; that the logits of both halves, and of onnxruntime-genai's graph where there is one, with
-    activations in float32, agree on prose to a mean KL divergence under 1e-4; and that packed weights that
-    are kept are those of the artifact.
+    """Checks every file of an artifact, a folder or a hub id, against the manifest; that the integers, scales
+    and zero points of both halves are equal; that the logits of both halves, and of onnxruntime-genai's graph
+    where there is one, with activations in float32, agree on prose to a mean KL divergence under 1e-4; and
+    that packed weights that are kept are those of the artifact.
 
     Raises `ModelFormatError` with the first thing that is wrong.
     """
     from .export import open_artifact, verify_files, verify_graphs, verify_integers
     from .runtime.packed_cache import check_packed
 
+    path = located(path)
     problems = verify_files(path, progress)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""

