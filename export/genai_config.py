@@ -105,11 +105,12 @@ def genai_config(model: Described, graph: str) -> dict[str, Any]:
 
 def _token_ids(key: str, model: Described) -> list[int]:
     """The ids that the generation config, else the config, has under `key`, and the tokenizer's own."""
-    value = model.generation_config.get(key)
-    value = model.config.get(key) if value is None else value
+    file, value = "generation_config.json", model.generation_config.get(key)
+    if value is None:
+        file, value = "config.json", model.config.get(key)
     ids = list(value) if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise ModelFormatError(f"config.json: {key} is {value!r}; expected token ids")
+        raise ModelFormatError(f"{file}: {key} is {value!r}; expected token ids")
     found = _tokenizer_token_id(key.removesuffix("_id"), model.tokenizer_files)
     # Some configs have -1 for none.
     return list(dict.fromkeys(i for i in (*ids, found) if i is not None and i >= 0))

@@ -193,10 +193,12 @@ def eos_token_ids(
 ) -> frozenset[int]:
     """Every end token that the model's files name: `generation_config.json`'s, else `config.json`'s, and the
     tokenizer's. Raises `ModelFormatError`."""
-    named = generation_config.get("eos_token_id", config.get("eos_token_id"))
+    file, named = "generation_config.json", generation_config.get("eos_token_id")
+    if "eos_token_id" not in generation_config:
+        file, named = "config.json", config.get("eos_token_id")
     ids = set(named if isinstance(named, list) else [] if named is None else [named])
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise ModelFormatError(f"generation_config.json: eos_token_id is {named!r}; expected token ids")
+        raise ModelFormatError(f"{file}: eos_token_id is {named!r}; expected token ids")
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return frozenset(ids)

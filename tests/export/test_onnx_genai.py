@@ -154,8 +154,11 @@ def test_what_cannot_be_said_is_refused_in_one_line(rtn_model: Make, tmp_path: P
     files = {"tokenizer.json": model.tokenizer_files["tokenizer.json"]}
     with pytest.raises(UnsupportedModelError, match="needs an eos_token_id"):
         config_of(model, tmp_path, config=bare, generation_config={}, tokenizer_files=files)
-    with pytest.raises(ModelFormatError, match="eos_token_id is 'two'"):
-        config_of(model, tmp_path, generation_config={"eos_token_id": "two"})
+    two = {"eos_token_id": "two"}
+    with pytest.raises(ModelFormatError, match=r"generation_config\.json: eos_token_id is 'two'"):
+        config_of(model, tmp_path, generation_config=two)
+    with pytest.raises(ModelFormatError, match=r"^config\.json: eos_token_id is 'two'"):
+        config_of(model, tmp_path, config=model.config | two, generation_config={})
     with pytest.raises(SettingError, match="onnx_contract is 'vllm'; expected paged, genai, both"):
         write_artifact(model, tmp_path / "x", onnx_contract="vllm")
     with pytest.raises(SettingError, match="onnx_contract is 'both', but formats has no onnx"):
