@@ -11,6 +11,7 @@ control tokens and the parts are encoded with no special token recognised.
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,8 @@ class Tokenizer:
     template is compiled when it is first used, which raises it then.
     """
 
-    def __init__(self, files: Mapping[str, bytes]) -> None:
+    def __init__(self, files: Mapping[str, bytes], now: datetime | None = None) -> None:
+        """`now` is the time that a chat template sees; None is the clock's."""
         if "tokenizer.json" not in files:
             raise ModelFormatError("tokenizer.json is missing; a model needs it to turn text into tokens")
         self._files = dict(files)
@@ -54,6 +56,9 @@ class Tokenizer:
         self._special_tokens = special_tokens(files)
         self._template_source = source = find_template(files)
         self._template: ChatTemplate | None = None
+        self._template_variables: dict[str, Any] = dict(self._special_tokens)
+        if now is not None:
+            self._template_variables["strftime_now"] = now.strftime
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._control = {
@@ -285,7 +290,7 @@ class Tokenizer:
         if self._template is None:  # importing jinja2 and compiling take a sixth of a start
             from .chat_template import ChatTemplate
 
-            self._template = ChatTemplate(self._template_source, self._special_tokens)
+            self._template = ChatTemplate(self._template_source, self._template_variables)
         return self._template
 
 

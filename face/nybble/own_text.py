@@ -5,17 +5,23 @@ https://arxiv.org/abs/2305.17888). Here half of the texts are answers through th
 is one, and half go on from the beginnings of common texts.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 
-from .devices import resolve_device
-from .errors import CalibrationError
+from .devices import MemoryPlan, RunSettings, resolve_device
+from .devices.advice import describe_need
+from .devices.memory_plan import ExecutorKind
+from .devices.planner import most_sequences
+from .errors import CalibrationError, DoesNotFitError
 from .export.weights import LogicalTensor
 from .llm import LLM
 from .loading import Loaded, eos_token_ids
 from .models.source import ModelSource
 from .quant.packing import QuantizedTensor, quantize_head
 from .quant.packing_rows import MatrixRows
+from .quant.recipe import Recipe
 from .runtime.executor import Executor
 from .runtime.sampling_params import SamplingParams
 from .runtime.tokenizer import Tokenizer
@@ -23,12 +29,12 @@ from .runtime.tokenizer import Tokenizer
 Report = Callable[[str, int, int], None]
 
 STAGE = "calibration text"
-# Written at once; tokens of one text at most, and of what it goes on from.
+# Asked for together; tokens of one text at most, and of what it goes on from.
 SEQUENCES, TOKENS, PROMPT_TOKENS = 32, 512, 128
 # A text that ends before this is worth little.
 FEWEST_TOKENS = 32
 TEMPERATURE, TOP_P = 1.0, 0.95
-PAGE_SIZE = 16
+EIGHT_BITS = Recipe(method="rtn", bits=8, group_size=32)  # what `quantize_head` gives
 JOIN = "\n\n"  # as records of a JSONL file are
 
 PROMPTS = (
@@ -82,12 +88,12 @@ class RoundedSource:
 
     def tensor(self, name: str) -> LogicalTensor:
         tensor = self._source.tensor(name)
-        return quantize_head(tensor, name) if tensor.ndim == 2 else tensor
+        return tensor if name in self.spec.float_names else quantize_head(tensor, name)
 
     def matrix(self, name: str) -> MatrixRows | None:
-        tensor = self._source.tensor(name)
-        if tensor.ndim < 2:
+        if name in self.spec.float_names:
             return None
+        tensor = self._source.tensor(name)
 
         def read(begin: int, end: int) -> QuantizedTensor:
             return quantize_head(tensor[begin:end], name)
@@ -105,7 +111,9 @@ def own_text(
     progress: Report | None = None,
 ) -> str:
     """Text of at least `tokens` tokens that the model writes, in 8 bits on our own runtime, and the same each
-    time. Raises `CalibrationError` for a model whose context is too short for that."""
+    time (where `tokenizer` was told what time its chat template sees). Raises `CalibrationError` for a model
+    whose context is too short for that, and `DoesNotFitError` where it does not fit in this machine's memory.
+    """
     length = min(PROMPT_TOKENS + TOKENS, source.spec.max_position)
     if length < PROMPT_TOKENS + FEWEST_TOKENS:
         raise CalibrationError(
@@ -152,28 +160,54 @@ def _sampling(seed: int, tokens: int) -> SamplingParams:
 
 
 def _open(source: ModelSource, tokenizer: Tokenizer, length: int, threads: int | None) -> LLM:
-    """The model in 8 bits, for `SEQUENCES` of `length` tokens at once."""
+    """The model in 8 bits, for as many sequences of `length` tokens at once as fit, `SEQUENCES` at most."""
+    profile = resolve_device("auto")
+    threads = threads or profile.threads
+    kind: ExecutorKind = "cpu" if find_spec("nybble._kernels") is not None else "ort"
+    run = RunSettings(
+        source.spec, EIGHT_BITS, profile, context=length, kv_dtype="f16", half="gptq", token_budget=TOKENS,
+        threads=threads, executor=kind,
+    )  # fmt: skip
+    plan = _planned(source, run)
+    eos_ids = eos_token_ids(source.config, source.generation_config, tokenizer)
     weights = RoundedSource(source)
     executor: Executor
-    if find_spec("nybble._kernels") is not None:
+    if kind == "cpu":
         from .runtime.cpu_executor import CpuExecutor
 
-        threads = threads or resolve_device("auto").threads
         executor = CpuExecutor(weights, threads=threads, max_position=length)
     else:
         from .runtime.ort_executor import OrtExecutor
 
         executor = OrtExecutor.from_weights(weights, threads=threads)
-    executor.allocate_kv(SEQUENCES * -(-length // PAGE_SIZE), PAGE_SIZE, "f16")
+    try:
+        executor.allocate_kv(plan.num_pages, plan.page_size, plan.kv_dtype)
+    except BaseException:
+        executor.close()
+        raise
     return LLM.from_loaded(
         Loaded(
             executor=executor,
             tokenizer=tokenizer,
             generation_config={},
-            eos_token_ids=eos_token_ids(source.config, source.generation_config, tokenizer),
+            eos_token_ids=eos_ids,
             max_model_len=length,
             max_batch_tokens=TOKENS,
-            max_sequences=SEQUENCES,
+            max_sequences=plan.sequences,
             digest=source.digest,
         )
     )
+
+
+def _planned(source: ModelSource, run: RunSettings) -> MemoryPlan:
+    """The plan for the most sequences that fit. Raises `DoesNotFitError` where none does."""
+    plan = most_sequences(run, SEQUENCES)
+    # Weights are rounded from float32, one tensor at a time.
+    largest = 4 * max(math.prod(shape) for shape in source.spec.tensors().values())
+    plan = replace(plan, loading=plan.loading + largest)
+    if not plan.fits:
+        raise DoesNotFitError(
+            f"{source.origin}: cannot write its own calibration text, for which the model in 8 bits "
+            f"{describe_need(plan)}; give a file"
+        )
+    return plan

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from .export.manifest import Manifest
 
 Report = Callable[[str, int, int], None]
+# The time in a calibration text, where a chat template writes it: the text is the same on any day.
+TEMPLATES_SEE = datetime(2026, 1, 1)
 
 
 def quantize(
@@ -82,7 +85,7 @@ def quantize(
             check_recipe(chosen, source.spec)
             text = None
             if chosen.method == "gptq":
-                tokenizer = Tokenizer(source.tokenizer_files)
+                tokenizer = Tokenizer(source.tokenizer_files, TEMPLATES_SEE)
                 text = load_mixture(
                     texts,
                     encode=lambda text: tokenizer.encode(text, add_special_tokens=False, parse_special=True),
