@@ -40,7 +40,9 @@ class Matrix:
     @classmethod
     def of(cls, linear: LinearSpec, recipe: Recipe) -> "Matrix":
         form = recipe.format_of(linear.name)
-        return cls.sized(linear.out_features, linear.in_features, form.bits, form.group_size, form.symmetric)
+        return cls.sized(
+            linear.out_features, linear.in_features, form.tensor_bits, form.group_size, form.symmetric
+        )
 
     @classmethod
     def sized(cls, rows: int, columns: int, bits: int, group_size: int, symmetric: bool) -> "Matrix":

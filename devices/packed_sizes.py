@@ -74,7 +74,9 @@ def _layer_bytes(spec: ModelSpec, layer: int, matrices: Iterator[int], permuted:
 def _matrix_bytes(linear: LinearSpec, recipe: Recipe | None) -> int:
     assert recipe is not None
     form = recipe.format_of(linear.name)
-    return tile_bytes(linear.out_features, linear.in_features, form.bits, form.group_size, form.symmetric)
+    return tile_bytes(
+        linear.out_features, linear.in_features, form.tensor_bits, form.group_size, form.symmetric
+    )
 
 
 def tile_bytes(rows: int, columns: int, bits: int, group_size: int, symmetric: bool) -> int:

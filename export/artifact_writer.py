@@ -84,7 +84,7 @@ def artifact_bytes(spec: ModelSpec, recipe: Recipe) -> dict[Format, int]:
             onnx += _quantized_bytes(shape, HEAD_BITS, HEAD_GROUP_SIZE)
         else:
             form = recipe.format_of(name)
-            onnx += _quantized_bytes(shape, form.bits, form.group_size)
+            onnx += _quantized_bytes(shape, form.tensor_bits, form.group_size)
     return {half: sum(shard.nbytes for shard in shards), "onnx": onnx}
 
 

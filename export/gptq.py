@@ -12,6 +12,7 @@ from ..errors import OutputError, QuantizationError
 from ..models.spec import ModelSpec
 from ..quant.model import QuantizedModel
 from ..quant.packing import CheckpointFormat, QuantizedTensor, to_gptq
+from ..quant.packing_narrow import narrow_gptq
 from ..quant.packing_rows import stacked
 from ..quant.recipe import Recipe
 from .safetensors_writer import SHARD_LIMIT, ShardPlan, TensorLayout, plan_shards, write_shards
@@ -89,15 +90,32 @@ def _parts(
             continue
         if not isinstance(tensor, QuantizedTensor):
             raise OutputError(f"{source}: is in NF4, which the GPTQ format lacks")
-        bits = model.recipe.format_of(source).bits
-        if tensor.bits != bits:
-            raise OutputError(f"{source}: has {tensor.bits} bits; the recipe says {bits}")
+        form = model.recipe.format_of(source)
+        if tensor.bits != form.tensor_bits:
+            raise OutputError(f"{source}: has {tensor.bits} bits; the recipe says {form.bits}")
         quantized.append(tensor)
     if plain:
         return {name: plain[0] if len(plain) == 1 else np.concatenate(plain)}
     stem = name.removesuffix(".weight")
     try:
-        whole = stacked(quantized)
+        parts = _linear(stacked(quantized), model.recipe.format_of(sources[0]).bits, checkpoint_format)
     except QuantizationError as error:
         raise OutputError(f"{name}: {error}") from None
-    return {f"{stem}.{part}": array for part, array in to_gptq(whole, checkpoint_format).items()}
+    return {f"{stem}.{part}": array for part, array in parts.items()}
+
+
+def _linear(
+    tensor: QuantizedTensor, bits: int, checkpoint_format: CheckpointFormat
+) -> dict[str, NDArray[Any]]:
+    if bits >= 4:
+        return to_gptq(tensor, checkpoint_format)
+    parts = to_gptq(tensor, "gptq_v2")
+    parts["qweight"], parts["qzeros"] = narrow_gptq(
+        parts["qweight"],
+        parts["qzeros"],
+        bits=bits,
+        out_features=tensor.out_features,
+        in_features=tensor.in_features,
+        checkpoint_format=checkpoint_format,
+    )
+    return parts

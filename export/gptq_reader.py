@@ -12,7 +12,7 @@ from ..models.config_reader import read_json_object
 from ..quant.packing import QuantizedTensor, from_gptq, gptq_zeros
 from ..quant.packing_narrow import widen_gptq, widened_zeros
 from ..quant.packing_rows import ROW_STEP, MatrixKind, MatrixRows, all_in_the_middle
-from ..quant.recipe import GROUP_SIZES, ActOrder, Recipe
+from ..quant.recipe import BITS, GROUP_SIZES, ActOrder, Recipe
 from .checkpoint_weights import CheckpointWeights
 from .gptq import linear_layout
 from .gptq_config import GptqConfig
@@ -39,7 +39,7 @@ class GptqWeights(CheckpointWeights):
     @property
     def recipe(self) -> Recipe | None:
         config = self.gptq_config
-        if config.dynamic or config.bits not in (4, 8) or config.group_size not in GROUP_SIZES:
+        if config.dynamic or config.bits not in BITS or config.group_size not in GROUP_SIZES:
             return None
         act_order: ActOrder = "dynamic" if config.desc_act else "static"
         return Recipe(

@@ -12,6 +12,7 @@ ActOrder = Literal["static", "dynamic", "none"]
 
 METHODS: tuple[Method, ...] = get_args(Method)
 
+BITS = (3, 4, 8)
 GROUP_SIZES = (32, 64, 128, -1)
 # bitsandbytes' methods: what they take, and what stands for a setting that was not given.
 BNB_SETTINGS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
@@ -23,7 +24,8 @@ BNB_SETTINGS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
 @dataclass(frozen=True)
 class LinearFormat:
     """How one linear layer's weight is stored. `group_size` is in input elements, −1 for one group a row;
-    there are zero points unless it is `symmetric`."""
+    there are zero points unless it is `symmetric`. 3 bits are those of a GPTQ checkpoint: graphs and the
+    kernels' tiles hold them in 4."""
 
     bits: int
     group_size: int
@@ -32,10 +34,15 @@ class LinearFormat:
     @property
     def is_valid(self) -> bool:
         kinds = type(self.bits) is int and type(self.group_size) is int and type(self.symmetric) is bool
-        return kinds and self.bits in (4, 8) and self.group_size in GROUP_SIZES
+        return kinds and self.bits in BITS and self.group_size in GROUP_SIZES
+
+    @property
+    def tensor_bits(self) -> int:
+        """Of the `QuantizedTensor`."""
+        return max(4, self.bits)
 
     def row_bits(self, in_features: int) -> int:
-        """Bits of one row: codes, float16 scales and zero points."""
+        """Bits of one row in a checkpoint: codes, float16 scales and zero points."""
         groups = 1 if self.group_size == -1 else -(-in_features // self.group_size)
         return in_features * self.bits + groups * (16 + (0 if self.symmetric else self.bits))
 
@@ -90,7 +97,7 @@ class Recipe:
             else:
                 check(field.name, type(value) is kind, f"a {kind.__name__}")
         check("method", self.method in METHODS, ", ".join(METHODS))
-        check("bits", self.bits in (4, 8), "4 or 8")
+        check("bits", self.bits in BITS, "3, 4 or 8")
         check("group_size", self.group_size in GROUP_SIZES, "32, 64, 128 or -1")
         check("act_order", self.act_order in ("static", "dynamic", "none"), "static, dynamic or none")
         check("damp", 0 < self.damp < 1, "a share between 0 and 1")
@@ -100,7 +107,7 @@ class Recipe:
             check(
                 "formats",
                 isinstance(name, str) and isinstance(form, LinearFormat) and form.is_valid,
-                "formats of 4 or 8 bits and a group size of 32, 64, 128 or -1",
+                "formats of 3, 4 or 8 bits and a group size of 32, 64, 128 or -1",
             )
         check(
             "average_bits", self.average_bits == 0 or 4 < self.average_bits <= 9, "0, or above 4 and up to 9"
@@ -116,12 +123,12 @@ class Recipe:
             check(name, getattr(self, name) in taken, f"{_either(taken)} with method {self.method}")
 
     def changed(self, **settings: Any) -> "Recipe":
-        """The recipe with other settings. Bits that are neither 4 nor 8 are `average_bits`; a bitsandbytes
+        """The recipe with other settings. Bits that are neither 3, 4 nor 8 are `average_bits`; a bitsandbytes
         method starts from what it takes, whatever the recipe. Raises `SettingError`."""
         bits = settings.get("bits")
         if settings.keys() & {"bits", "group_size"}:
             settings = {"average_bits": 0.0, "formats": ()} | settings
-        if isinstance(bits, int | float) and bits not in (4, 8):
+        if isinstance(bits, int | float) and bits not in BITS:
             settings |= {"average_bits": bits, "bits": 4}
         if taken := BNB_SETTINGS.get(str(settings.get("method"))):
             own: dict[str, Any] = {name: values[0] for name, values in taken.items()}

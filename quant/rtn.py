@@ -6,6 +6,7 @@ import numpy as np
 
 from ..errors import QuantizationError
 from .packing import QuantizedTensor, pack_rows
+from .packing_narrow import moved
 from .recipe import Recipe
 from .scales import all_scales, round_to_grid
 
@@ -44,11 +45,13 @@ def pack(
     permutation: "Tensor | None",
 ) -> QuantizedTensor:
     """A `QuantizedTensor` of codes [in, out] uint8 in stored order, scales and zeros [groups, out]."""
+    by = int(moved(recipe.bits))
+    codes, zero = codes + by, zero + by
     return QuantizedTensor(
-        packed=pack_rows(np.ascontiguousarray(codes.numpy().T), recipe.bits),
+        packed=pack_rows(np.ascontiguousarray(codes.numpy().T), recipe.format.tensor_bits),
         scales=np.ascontiguousarray(scale.numpy().T.astype(np.float16)),
         zeros=None if recipe.symmetric else np.ascontiguousarray(zero.numpy().T.astype(np.uint8)),
-        bits=recipe.bits,
+        bits=recipe.format.tensor_bits,
         group_size=group_size,
         in_features=codes.shape[0],
         permutation=None if permutation is None else permutation.numpy().astype(np.int32),

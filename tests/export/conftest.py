@@ -44,12 +44,14 @@ def rtn(weight: NDArray[np.float32], recipe: Recipe, seed: int) -> QuantizedTens
         scales = ((high - low) / top).astype(np.float16)
         zeros = np.clip(np.rint(-low / scales), 1, top).astype(int)
     codes = np.rint(weight / scales.astype(np.float32)[:, group]) + zeros[:, group]
-    codes = np.clip(codes, 0, top).astype(np.uint8)
+    bits = max(4, recipe.bits)  # fewer are held as 4, from the middle of 16 on
+    middle = (1 << (bits - 1)) - (1 << (recipe.bits - 1))
+    codes, zeros = np.clip(codes, 0, top).astype(np.uint8) + np.uint8(middle), zeros + middle
     return QuantizedTensor(
-        packed=pack_rows(codes, recipe.bits),
+        packed=pack_rows(codes, bits),
         scales=scales,
         zeros=None if recipe.symmetric else zeros.astype(np.uint8),
-        bits=recipe.bits,
+        bits=bits,
         group_size=size,
         in_features=columns,
         permutation=permutation,

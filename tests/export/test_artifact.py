@@ -77,7 +77,7 @@ def test_the_same_model_gives_the_same_bytes(rtn_model: Make, whole: Path, tmp_p
             assert path.read_bytes() == other.read_bytes(), path.name
 
 
-@pytest.mark.parametrize("recipe", [{}, {"symmetric": False}, {"bits": 8, "group_size": -1},
+@pytest.mark.parametrize("recipe", [{}, {"symmetric": False}, {"bits": 8, "group_size": -1}, {"bits": 3},
                                     {"group_size": 64, "act_order": "dynamic"}], ids=str)  # fmt: skip
 @pytest.mark.parametrize("family", ["llama", "qwen2", "olmo2", "gemma2", "phi3"])
 def test_both_halves_hold_the_same_numbers(

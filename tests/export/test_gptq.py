@@ -27,23 +27,24 @@ RECIPES = [
     {"bits": 8, "group_size": 128, "symmetric": False},
     {"bits": 4, "group_size": 32, "act_order": "dynamic"},
     {"bits": 4, "group_size": 64, "act_order": "dynamic", "symmetric": False},
+    {"bits": 3, "group_size": 32},
+    {"bits": 3, "group_size": 64, "act_order": "dynamic", "symmetric": False},
 ]
 
 
 def dequantized(tensors: dict[str, NDArray], stem: str, bits: int, offset: int) -> NDArray[np.float64]:
-    """A linear layer's weight [out, in] from the checkpoint's tensors, by the layout's definition, one
-    column at a time."""
-    qweight = tensors[stem + ".qweight"].astype(np.int64) & 0xFFFFFFFF
-    qzeros = tensors[stem + ".qzeros"].astype(np.int64) & 0xFFFFFFFF
+    """A linear layer's weight [out, in] from the checkpoint's tensors, by the layout's definition: codes lie
+    in one stream of bits, which runs through the words of a column of `qweight` and of a row of `qzeros`."""
+    qweight, qzeros = tensors[stem + ".qweight"], tensors[stem + ".qzeros"]
     scales, g_idx = tensors[stem + ".scales"].astype(np.float64), tensors[stem + ".g_idx"]
-    per_word, mask, out = 32 // bits, (1 << bits) - 1, scales.shape[1]
-    rows = np.arange(out)
-    weight = np.empty((out, g_idx.size))
-    for column, group in enumerate(g_idx):
-        code = (qweight[column // per_word] >> (bits * (column % per_word))) & mask
-        zero = ((qzeros[group, rows // per_word] >> (bits * (rows % per_word))) & mask) + offset
-        weight[:, column] = (code - zero) * scales[group]
-    return weight
+
+    def numbers(words: NDArray, count: int) -> list[int]:
+        stream = int.from_bytes(np.ascontiguousarray(words, "<i4").tobytes(), "little")
+        return [stream >> (bits * index) & (1 << bits) - 1 for index in range(count)]
+
+    zeros = np.array([numbers(words, scales.shape[1]) for words in qzeros]) + offset
+    codes = np.array([numbers(words, g_idx.size) for words in qweight.T])
+    return (codes - zeros.T[:, g_idx]) * scales.T[:, g_idx]
 
 
 @pytest.mark.parametrize("checkpoint_format", ["gptq", "gptq_v2"])

@@ -30,6 +30,8 @@ pytestmark = [
 TINY: dict[str, dict[str, Any]] = {
     "4 bits, group 32": {},
     "8 bits": {"bits": 8},
+    "3 bits": {"bits": 3},
+    "3 bits, asymmetric": {"bits": 3, "symmetric": False},
     "a group per row": {"group_size": -1},
     "group 64, the last of 96 is short": {"group_size": 64},
     "group 128, shorter rows": {"group_size": 128, "bits": 8},

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ..quant.recipe import GROUP_SIZES, METHODS
+from ..quant.recipe import BITS, GROUP_SIZES, METHODS
 from ..quant.recipe_files import DEFAULT, load_recipe, recipe_names
 from .options import apply
 from .progress import progress
@@ -31,7 +31,7 @@ SETTINGS = (
         help="rtn, nf4 and int8 need no calibration; the latter two are bitsandbytes'.",
     ),
     click.option(
-        "--bits", type=float, help="4, 8, or a budget in between such as 4.6, spent layer by layer."
+        "--bits", type=float, help="3, 4, 8, or a budget in between such as 4.6, spent layer by layer."
     ),
     click.option(
         "--group-size",
@@ -106,7 +106,7 @@ def command(source: str, output: Path, recipe: str, formats: str | None, **setti
     given = {name: value for name, value in settings.items() if value is not None}
     if "group_size" in given:
         given["group_size"] = int(given["group_size"])
-    if given.get("bits") in (4, 8):
+    if given.get("bits") in BITS:
         given["bits"] = int(given["bits"])
     halves = None if formats is None else formats.split(",")
     with progress() as report:
