@@ -16,10 +16,11 @@ from ..quant.packing import HEAD_BITS, HEAD_GROUP_SIZE, CheckpointFormat
 from ..quant.recipe import Recipe
 from .artifact import GENAI_CONFIG, GENAI_GRAPH, ONNX_FOLDER, QUANTIZE_CONFIG
 from .atomic import check_output, check_space, new_folder
-from .bnb import plan_bnb, write_bnb
+from .bnb import bnb_layout, write_bnb
 from .bnb_config import BnbConfig
+from .checkpoint_writer import layout_bytes
 from .genai_config import genai_config
-from .gptq import plan_gptq, write_gptq
+from .gptq import gptq_layout, write_gptq
 from .gptq_config import REFUSES_SHORT_GROUPS, GptqConfig
 from .manifest import (
     FORMATS,
@@ -73,9 +74,8 @@ def check_onnx_contract(contract: str, formats: Sequence[str]) -> OnnxContract:
 
 def artifact_bytes(spec: ModelSpec, recipe: Recipe) -> dict[Format, int]:
     """About how many bytes each half takes on the disk, known before anything is quantized."""
-    half, shards = checkpoint_of(recipe), plan_gptq(spec, recipe)
-    if half == "bnb":
-        shards = plan_bnb(spec, recipe)
+    half = checkpoint_of(recipe)
+    layout = bnb_layout(spec, recipe) if half == "bnb" else gptq_layout(spec, recipe)
     onnx = 0
     for name, shape in spec.tensors().items():
         if name in spec.float_names:
@@ -85,7 +85,7 @@ def artifact_bytes(spec: ModelSpec, recipe: Recipe) -> dict[Format, int]:
         else:
             form = recipe.format_of(name)
             onnx += _quantized_bytes(shape, form.tensor_bits, form.group_size)
-    return {half: sum(shard.nbytes for shard in shards), "onnx": onnx}
+    return {half: layout_bytes(layout), "onnx": onnx}
 
 
 def _quantized_bytes(shape: tuple[int, ...], bits: int, group_size: int) -> int:
