@@ -2,22 +2,21 @@
 
 import math
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
-from pathlib import Path
+from importlib.resources.abc import Traversable
 from types import MappingProxyType
 from typing import Any, Literal
 
 from ..errors import SettingError
+from ..models.toml_files import parse_toml, read_toml, toml_names, toml_path
 from .sizes import parse_bytes, parse_memory_budget
 
 KvDtype = Literal["f32", "f16", "int8"]
 MemoryKind = Literal["host", "unified", "gpu"]
 Speculation = Literal["auto", "off", "ngram"]
 
-_LARGEST_FILE = 64 * 1024
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}", re.IGNORECASE)
 
 
@@ -62,10 +61,7 @@ class DeviceProfile:
 
 def profile_names() -> list[str]:
     """The names of the profiles that come with Nybble, sorted."""
-    folder = files(__package__).joinpath("profiles")
-    return sorted(
-        entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
-    )
+    return toml_names(_folder())
 
 
 def load_profile(name_or_path: str) -> DeviceProfile:
@@ -73,45 +69,31 @@ def load_profile(name_or_path: str) -> DeviceProfile:
 
     Text that ends in `.toml` or holds a path separator is a file. Raises `SettingError`.
     """
-    if name_or_path.endswith(".toml") or "/" in name_or_path or "\\" in name_or_path:
-        return _read_file(Path(name_or_path))
+    if (path := toml_path(name_or_path)) is not None:
+        text, name = read_toml(path, f"profile {path}"), path.name.removesuffix(".toml")
+        if not _NAME.fullmatch(name):
+            raise SettingError(
+                f"profile {path}: the file's name gives the profile's; expected letters, digits, . _ -"
+            )
+        return parse_profile(text, name, str(path))
     names = profile_names()
     if name_or_path not in names:
         listed = ", ".join(["auto", *names])
         raise SettingError(
             f"device {name_or_path!r} is unknown; expected one of {listed}, or a path to a .toml file"
         )
-    text = files(__package__).joinpath("profiles", f"{name_or_path}.toml").read_text(encoding="utf-8")
+    text = _folder().joinpath(f"{name_or_path}.toml").read_text(encoding="utf-8")
     return parse_profile(text, name_or_path, f"{name_or_path}.toml")
 
 
-def _read_file(path: Path) -> DeviceProfile:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST_FILE + 1)
-    except OSError as error:
-        raise SettingError(f"profile {path}: can't be read: {error.strerror}") from None
-    if len(data) > _LARGEST_FILE:
-        raise SettingError(f"profile {path}: longer than {_LARGEST_FILE} bytes, so it isn't a device profile")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise SettingError(f"profile {path}: not UTF-8 at byte {error.start}") from None
-    name = path.name.removesuffix(".toml")
-    if not _NAME.fullmatch(name):
-        raise SettingError(
-            f"profile {path}: the file's name gives the profile's; expected letters, digits, . _ -"
-        )
-    return parse_profile(text, name, str(path))
+def _folder() -> Traversable:
+    return files(__package__).joinpath("profiles")
 
 
 def parse_profile(text: str, name: str, where: str) -> DeviceProfile:
     """The profile in a TOML text; `where` names it in errors. Every field is checked, and an unknown key is
     an error. Raises `SettingError`."""
-    try:
-        data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise SettingError(f"profile {where}: not TOML: {error}".replace("\n", " ")) from None
+    data = parse_toml(text, f"profile {where}")
     unknown = sorted(set(data) - set(_FIELDS))
     if unknown:
         raise SettingError(f"profile {where}: unknown key {unknown[0]!r}; expected only {', '.join(_FIELDS)}")

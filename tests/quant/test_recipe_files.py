@@ -69,3 +69,5 @@ def test_names_and_files_that_are_not_there(tmp_path: Path) -> None:
         load_recipe("fine")
     with pytest.raises(SettingError, match="can't be read"):
         load_recipe(str(tmp_path / "none.toml"))
+    with pytest.raises(SettingError, match="can't be read: embedded null byte"):
+        load_recipe("a\0b.toml")

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from ..quant.recipe import BITS, GROUP_SIZES, METHODS
-from ..quant.recipe_files import DEFAULT, load_recipe, recipe_names
+from ..quant.recipe_files import DEFAULT, recipe_names
 from .options import apply
 from .progress import progress
 
@@ -110,8 +110,6 @@ def command(source: str, output: Path, recipe: str, formats: str | None, **setti
         given["bits"] = int(given["bits"])
     halves = None if formats is None else formats.split(",")
     with progress() as report:
-        manifest = quantize(
-            source, output, recipe=load_recipe(recipe), formats=halves, progress=report, **given
-        )
+        manifest = quantize(source, output, recipe=recipe, formats=halves, progress=report, **given)
     size = sum(entry.size for entry in manifest.files.values())
     click.echo(f"{output}: {', '.join(manifest.formats)}, {size / 1e6:.0f} MB", err=True)
