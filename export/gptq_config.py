@@ -8,7 +8,7 @@ from ..models.config_reader import shown
 from ..models.spec import ModelSpec
 from ..quant.packing import CheckpointFormat
 from ..quant.recipe import Recipe
-from .layer_overrides import LayerOverride, LinearFormat, format_of, read_overrides
+from .layer_overrides import LayerOverride, StoredFormat, format_of, read_overrides
 
 # Loaders that refuse a group size which does not divide a layer's input size, by name and reason.
 REFUSES_SHORT_GROUPS = ("vLLM", "SGLang")
@@ -27,9 +27,9 @@ class GptqConfig:
     lm_head: bool = False
     dynamic: tuple[LayerOverride, ...] = ()
 
-    def format_of(self, name: str) -> LinearFormat | None:
+    def format_of(self, name: str) -> StoredFormat | None:
         """How a layer is stored, by its name without `.weight`; None where it is not quantized."""
-        return format_of(name, LinearFormat(self.bits, self.group_size), self.dynamic)
+        return format_of(name, StoredFormat(self.bits, self.group_size), self.dynamic)
 
     @classmethod
     def from_recipe(

@@ -16,7 +16,7 @@ from ..quant.recipe import BITS, GROUP_SIZES, ActOrder, Recipe
 from .checkpoint_weights import CheckpointWeights
 from .gptq import linear_layout
 from .gptq_config import GptqConfig
-from .layer_overrides import LinearFormat
+from .layer_overrides import StoredFormat
 from .shards import FLOATS
 
 
@@ -46,7 +46,7 @@ class GptqWeights(CheckpointWeights):
             bits=config.bits, group_size=config.group_size, symmetric=config.sym, act_order=act_order
         )
 
-    def format_of(self, name: str) -> LinearFormat | None:
+    def format_of(self, name: str) -> StoredFormat | None:
         """How a tensor of the checkpoint, of two dimensions, is stored; None where it is not quantized."""
         config = self.gptq_config
         if name in self._linears or (config.lm_head and name == self.spec.head_name):

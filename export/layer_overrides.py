@@ -18,7 +18,7 @@ _REFERENCE = re.compile(r"\\[1-9]|\(\?")
 
 
 @dataclass(frozen=True)
-class LinearFormat:
+class StoredFormat:
     """How one linear layer is stored; `group_size` -1 is one group a row."""
 
     bits: int
@@ -52,13 +52,13 @@ def read_overrides(dynamic: object, where: str) -> tuple[LayerOverride, ...]:
     return tuple(_override(key, value, where) for key, value in dynamic.items())
 
 
-def format_of(name: str, default: LinearFormat, overrides: tuple[LayerOverride, ...]) -> LinearFormat | None:
+def format_of(name: str, default: StoredFormat, overrides: tuple[LayerOverride, ...]) -> StoredFormat | None:
     """How a layer is stored, None where it is not quantized. The first pattern that matches counts."""
     for override in overrides:
         if re.match(override.pattern, name):
             if override.skipped:
                 return None
-            return LinearFormat(
+            return StoredFormat(
                 default.bits if override.bits is None else override.bits,
                 default.group_size if override.group_size is None else override.group_size,
             )

@@ -12,13 +12,14 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from .artifact import GENAI_GRAPH, PAGED_GRAPH
 from .onnx_builder import join_parts
 from .onnx_contract import Contract
 from .onnx_dependency import ir
 from .onnx_graph import build_decoder
 from .weights import LogicalWeights
 
-GRAPHS: dict[Contract, str] = {"paged": "decoder.onnx", "genai": "genai.onnx"}
+GRAPHS: dict[Contract, str] = {"paged": Path(PAGED_GRAPH).name, "genai": Path(GENAI_GRAPH).name}
 WEIGHTS = "weights.bin"
 ALIGNMENT = 4096
 

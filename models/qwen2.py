@@ -19,14 +19,17 @@ def qwen2(reader: ConfigReader) -> ModelSpec:
     )
 
 
+def qwen_window(reader: ConfigReader) -> int | None:
+    """`sliding_window`, if `use_sliding_window` says so; which layers have it differs by family."""
+    given = reader.has("sliding_window") or "sliding_window" not in reader.config
+    use = reader.flag("use_sliding_window", False)
+    return reader.integer("sliding_window", 4096) if use and given else None
+
+
 def qwen_windows(reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
     """Qwen's windows: `layer_types` where given; else, with `use_sliding_window`, the layers from
     `max_window_layers` on have `sliding_window`."""
-    window = None
-    if reader.flag("use_sliding_window", False) and (
-        reader.has("sliding_window") or "sliding_window" not in reader.config
-    ):
-        window = reader.integer("sliding_window", 4096)
+    window = qwen_window(reader)
     if reader.has("layer_types"):
         return layer_type_windows(reader, layers, window)
     full = reader.integer("max_window_layers", 28, low=0)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from .config_reader import ConfigReader
 from .decoder import decoder_spec, layer_count, layer_type_windows
 from .mixture import qwen_mixture
+from .qwen2 import qwen_window
 from .spec import ModelSpec
 
 KEYS = ("num_experts",)
@@ -38,11 +39,7 @@ def qwen2_moe(reader: ConfigReader) -> ModelSpec:
 def _windows(reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
     """`layer_types` where given; else, with `use_sliding_window`, every other layer under
     `max_window_layers` has `sliding_window`. (Qwen2 has it the other way round: from that layer on.)"""
-    window = None
-    if reader.flag("use_sliding_window", False) and (
-        reader.has("sliding_window") or "sliding_window" not in reader.config
-    ):
-        window = reader.integer("sliding_window", 4096)
+    window = qwen_window(reader)
     if reader.has("layer_types"):
         return layer_type_windows(reader, layers, window)
     last = reader.integer("max_window_layers", 28, low=0)

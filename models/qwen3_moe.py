@@ -5,6 +5,7 @@ from dataclasses import replace
 from .config_reader import ConfigReader
 from .decoder import decoder_spec, layer_count, same_window
 from .mixture import qwen_mixture
+from .qwen2 import qwen_window
 from .spec import ModelSpec
 
 KEYS = ("num_experts", "num_local_experts")
@@ -14,16 +15,11 @@ def qwen3_moe(reader: ConfigReader) -> ModelSpec:
     """`Qwen3MoeForCausalLM`."""
     layers = layer_count(reader)
     attention_bias = reader.flag("attention_bias", False)
-    window = None
-    if reader.flag("use_sliding_window", False) and (
-        reader.has("sliding_window") or "sliding_window" not in reader.config
-    ):
-        window = reader.integer("sliding_window", 4096)
     spec = decoder_spec(
         reader,
         model_type="qwen3_moe",
         num_layers=layers,
-        sliding_windows=same_window(reader, layers, window),
+        sliding_windows=same_window(reader, layers, qwen_window(reader)),
         default_max_position=32768,
         default_kv_heads=4,
         qkv_bias=attention_bias,

@@ -9,11 +9,12 @@ from .packing import QuantizedTensor, pack_rows
 from .packing_bnb import INT8_LEVELS
 from .packing_nf4 import NF4_CODE_BOOK, Nf4Tensor
 from .rtn import check_finite
+from .scales import SMALLEST_SCALE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SMALLEST_F16, LARGEST_F16 = 2.0**-24, 65504.0
+LARGEST_F16 = 65504.0
 
 
 def quantize_nf4(weight: "Tensor", blocksize: int, name: str) -> Nf4Tensor:
@@ -56,5 +57,5 @@ def _f16_scales(scales: "Tensor", name: str) -> "Tensor":
 
     if float(scales.max()) > LARGEST_F16:
         raise QuantizationError(f"{name}: reaches {float(scales.max()):g}; its scale leaves float16's range")
-    rounded = scales.half().float().clamp_(min=SMALLEST_F16)
+    rounded = scales.half().float().clamp_(min=SMALLEST_SCALE)
     return torch.where(scales == 0, 1.0, rounded)

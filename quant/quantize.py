@@ -77,7 +77,8 @@ def quantize(
     report = progress or (lambda stage, done, total: None)
     report(STAGE, 0, spec.num_layers)
     names = dict.fromkeys((spec.embedding_name, spec.final_norm_name, spec.head_name))
-    tensors: Quantized = {name: half(source, name) for name in names}
+    ends = {name: half(source, name) for name in names}
+    tensors: Quantized = {**ends}
     errors: dict[str, float] = {}
     starved: dict[str, int] = {}
     checkpoint = checkpoint or Checkpoint(None)
@@ -94,9 +95,11 @@ def quantize(
             starved |= _counts(kept.state.get("starved", ()))
             report(STAGE, first, spec.num_layers)
         elif recipe.method == "gptq" and calibration is not None:
-            hidden = _embedded(spec, tensors[spec.embedding_name], calibration.token_ids)
+            name, ids = spec.embedding_name, calibration.token_ids
+            # Rows are quantized one by one: some of them are as they are among all.
+            hidden = _embedded(spec, ids, lambda used: quantize_head(ends[name][used], name))
             if recipe.follows_reference:
-                reference = _embedded_exactly(source, calibration.token_ids)
+                reference = _embedded(spec, ids, lambda used: source.tensor(name)[used])
         for layer in range(first, spec.num_layers):
             if hidden is None:
                 _rtn_layer(source, layer, recipe, tensors, errors)
@@ -258,26 +261,18 @@ def return_free_memory() -> None:
 
 
 def _embedded(
-    spec: ModelSpec, embedding: AnyQuantized | NDArray[np.float16], token_ids: NDArray[np.int32]
+    spec: ModelSpec,
+    token_ids: NDArray[np.int32],
+    rows: Callable[[NDArray[np.int32]], AnyQuantized | NDArray[Any]],
 ) -> "Tensor":
-    """The calibration text through the 8-bit embedding, [samples, seq_len, hidden]. Only the rows that occur
-    are dequantized; rows are quantized one by one, so this changes nothing in them."""
-    assert isinstance(embedding, np.ndarray)
+    """The calibration text through an embedding, [samples, seq_len, hidden]; `rows` gives those of some
+    tokens, so that only the ones that occur are dequantized."""
     if token_ids.size and not (token_ids.min() >= 0 and token_ids.max() < spec.vocab_size):
         raise CalibrationError(
             f"calibration token {token_ids.max()} is not in the model's vocabulary of {spec.vocab_size}"
         )
     used, index = np.unique(token_ids, return_inverse=True)
-    rows = to_torch(quantize_head(embedding[used], spec.embedding_name))
-    return embed(spec, rows, index.reshape(token_ids.shape))
-
-
-def _embedded_exactly(source: ModelSource, token_ids: NDArray[np.int32]) -> "Tensor":
-    """The same through the embedding as the source has it."""
-    spec = source.spec
-    used, index = np.unique(token_ids, return_inverse=True)
-    rows = to_torch(source.tensor(spec.embedding_name)[used])
-    return embed(spec, rows, index.reshape(token_ids.shape))
+    return embed(spec, to_torch(rows(used)), index.reshape(token_ids.shape))
 
 
 def _rtn_layer(

@@ -89,4 +89,5 @@ def test_info_and_the_manifest_tell_of_experts(artifact: Path, nybble: Callable[
     assert experts in nybble("info", artifact).out
     data = json.loads(nybble("info", artifact, "--json").out)
     assert data["starved_experts"] == dict(manifest.starved_experts)
+    assert bool(manifest.starved_experts) == (spec.mixture.num_experts > 4)
     assert set(manifest.starved_experts) <= {str(layer) for layer in spec.mixture.layers}
