@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..errors import SettingError
 from ..models.source import ModelSource
-from ..models.spec import LinearSpec
+from ..models.spec import LinearSpec, ModelSpec
 from .backward import backpropagate
 from .forward import embed, to_torch
 from .recipe import LinearFormat, Recipe
@@ -38,13 +38,16 @@ def candidates(recipe: Recipe) -> tuple[LinearFormat, ...]:
 
 def allocate(costs: NDArray[np.int64], losses: NDArray[np.float64], budget: int) -> list[int]:
     """For each item (a row) one of its options (a column), such that the losses' sum is least and the costs'
-    at most `budget`. Exact, up to `COLUMNS` different sums of costs. Raises `SettingError` where even the
-    cheapest do not fit."""
-    if costs.min(axis=1).sum() > budget:
-        raise SettingError("the budget is smaller than the cheapest choice")
-    unit = int(np.gcd.reduce(costs, axis=None))
-    unit *= max(1, -(-budget // (unit * COLUMNS)))
-    steps, room = -(-costs // unit), budget // unit
+    at most `budget`. Exact, up to `COLUMNS` different sums of what is spent beyond the cheapest options.
+    Raises `SettingError` where even those cost more."""
+    cheapest = costs.min(axis=1, keepdims=True)
+    extra, room = costs - cheapest, int(budget - cheapest.sum())
+    if room < 0:
+        raise SettingError(f"the budget is {budget}; expected at least {cheapest.sum()}, the cheapest choice")
+    room = min(room, int(extra.max(axis=1).sum()))
+    unit = max(1, int(np.gcd.reduce(extra, axis=None)))
+    unit *= max(1, -(-room // (unit * COLUMNS)))
+    steps, room = -(-extra // unit), room // unit
     best = np.zeros(room + 1)
     chosen = np.zeros((len(costs), room + 1), np.int8)
     for item, (cost, loss) in enumerate(zip(steps, losses, strict=True)):
@@ -54,8 +57,6 @@ def allocate(costs: NDArray[np.int64], losses: NDArray[np.float64], budget: int)
                 found[option, cost[option] :] = best[: room + 1 - cost[option]] + loss[option]
         chosen[item] = found.argmin(0)
         best = found.min(0)
-    if not np.isfinite(best[room]):
-        raise SettingError("the budget is smaller than the cheapest choice")
     options, left = [], room
     for item in reversed(range(len(costs))):
         option = int(chosen[item, left])
@@ -69,17 +70,51 @@ def stored_bits(linear: LinearSpec, form: LinearFormat) -> int:
     return linear.out_features * form.row_bits(linear.in_features)
 
 
-def spend(source: ModelSource, recipe: Recipe, token_ids: NDArray[np.int32]) -> dict[str, LinearFormat]:
-    """The format of each linear layer by its name, within `recipe.average_bits` stored bits per weight."""
-    spec, options = source.spec, candidates(recipe)
+def check_budget(spec: ModelSpec, recipe: Recipe) -> None:
+    """Raises `SettingError` where `recipe.average_bits` cannot be kept to, or would be spent on parts of one
+    tensor that have to be alike."""
     if spec.fused_projections:
-        raise SettingError("average_bits is set, but layers that the family stores in one piece are alike")
-    linears = [linear for layer in range(spec.num_layers) for linear in spec.linears(layer)]
-    weights = sum(linear.out_features * linear.in_features for linear in linears)
+        raise SettingError(
+            f"bits are a budget, {recipe.average_bits:g}; expected 4 or 8: the family stores layers in one "
+            "piece, whose parts are alike"
+        )
+    linears = _linears(spec)
+    least = _costs(linears, candidates(recipe)).min(axis=1).sum()
+    if least > _bits(linears, recipe):
+        needed = np.ceil(1000 * least / _weights(linears)) / 1000
+        raise SettingError(
+            f"bits are a budget, {recipe.average_bits:g}; expected at least {needed:g}, which the cheapest "
+            "formats take"
+        )
+
+
+def spend(source: ModelSource, recipe: Recipe, token_ids: NDArray[np.int32]) -> dict[str, LinearFormat]:
+    """The format of each linear layer by its name, within `recipe.average_bits` stored bits per weight.
+    Raises as `check_budget` does, before anything is measured."""
+    check_budget(source.spec, recipe)
+    linears, options = _linears(source.spec), candidates(recipe)
     losses = sensitivities(source, recipe, token_ids, options)
-    costs = np.array([[stored_bits(linear, form) for form in options] for linear in linears])
-    chosen = allocate(costs, np.array([losses[x.name] for x in linears]), int(recipe.average_bits * weights))
+    loss = np.array([losses[linear.name] for linear in linears])
+    chosen = allocate(_costs(linears, options), loss, _bits(linears, recipe))
     return {linear.name: options[option] for linear, option in zip(linears, chosen, strict=True)}
+
+
+def _linears(spec: ModelSpec) -> list[LinearSpec]:
+    return [linear for layer in range(spec.num_layers) for linear in spec.linears(layer)]
+
+
+def _costs(linears: Sequence[LinearSpec], options: Sequence[LinearFormat]) -> NDArray[np.int64]:
+    """[linear layers, options]"""
+    return np.array([[stored_bits(linear, form) for form in options] for linear in linears])
+
+
+def _weights(linears: Sequence[LinearSpec]) -> int:
+    return sum(linear.out_features * linear.in_features for linear in linears)
+
+
+def _bits(linears: Sequence[LinearSpec], recipe: Recipe) -> int:
+    """The budget of all of them together."""
+    return int(recipe.average_bits * _weights(linears))
 
 
 def sensitivities(

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import hashlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from ..models.config_reader import shown
 from ..models.source import ModelSource
 from ..models.spec import ModelSpec
 from .bnb import quantize_int8, quantize_nf4
-from .budget import spend
+from .budget import check_budget, spend
 from .calibration import Calibration
 from .checkpoint import Checkpoint, Kept
 from .forward import embed, to_torch
@@ -140,7 +141,7 @@ def quantize(
         config=source.config,
         generation_config=source.generation_config,
         tokenizer_files=source.tokenizer_files,
-        recipe=replace(recipe, formats=tuple((n, f) for n, f in formats.items() if f != recipe.format)),
+        recipe=_recorded(recipe, formats),
         origin=source.origin,
         source_digest=source.digest,
         tensors={name: tensors[name] for name in spec.tensors()},
@@ -162,16 +163,21 @@ def check_recipe(recipe: Recipe, spec: ModelSpec) -> None:
         )
     stored = [x for layer in range(spec.num_layers) for x in spec.stored_linears(layer)]
     linears = [part.name for x in stored for part in x.parts]
-    if unknown := sorted({name for name, _ in recipe.formats} - set(linears)):
+    if recipe.average_bits:
+        if recipe.layer_formats:
+            raise SettingError("layer_formats are set; expected none with average_bits, which chooses them")
+        check_budget(spec, recipe)
+    if unknown := sorted({name for name, _ in recipe.layer_formats} - set(linears)):
         raise SettingError(
-            f"formats: {shown(unknown[0])} is no linear layer of the model; expected {linears[0]} or the like"
+            f"layer_formats: {shown(unknown[0])} is no linear layer of the model; expected {linears[0]} or "
+            "the like"
         )
     for linear, parts in stored:
         formats = {part.name: recipe.format_of(part.name) for part in parts}
         if len(set(formats.values())) > 1:
             raise SettingError(
-                f"formats: {' and '.join(formats)} differ; expected the same for all: they are one tensor of "
-                f"a checkpoint, {linear.name}"
+                f"layer_formats: {' and '.join(formats)} differ; expected the same for all: they are one "
+                f"tensor of a checkpoint, {linear.name}"
             )
 
 
@@ -190,6 +196,14 @@ def _formats(
             for name, (bits, group_size, symmetric) in zip(linears, rows, strict=True)
         }
     return {name: recipe.format_of(name) for name in linears}
+
+
+def _recorded(recipe: Recipe, formats: dict[str, LinearFormat]) -> Recipe:
+    """The recipe as a manifest has it: with all formats, and as its own, where a budget chose them, the one
+    that most layers have."""
+    own = Counter(formats.values()).most_common(1)[0][0] if recipe.average_bits else recipe.format
+    differing = tuple((name, form) for name, form in formats.items() if form != own)
+    return replace(recipe.with_format(own), layer_formats=differing)
 
 
 def _chosen(formats: dict[str, LinearFormat], recipe: Recipe) -> dict[str, NDArray[np.int32]]:

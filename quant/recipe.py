@@ -14,6 +14,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 BITS = (3, 4, 8)
 GROUP_SIZES = (32, 64, 128, -1)
+_OLDER_NAMES = {"formats": "layer_formats"}  # of settings, in manifests
 # bitsandbytes' methods: what they take, and what stands for a setting that was not given.
 BNB_SETTINGS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "nf4": {"bits": (4,), "group_size": (64, 128), "symmetric": (True,), "clip_search": (False,)},
@@ -61,10 +62,10 @@ class Recipe:
     (`quant/target.py`), `weigh_tokens` weighs tokens by the size of the residual stream
     (`quant/statistics.py`), `sweeps` is how often rounding is refined (`quant/refine.py`). With
     `average_bits`, stored bits per weight of all linear layers together, each gets a format of its own
-    (`quant/budget.py`). `formats` are those that differ, by the weight's name; in JSON an object from names
-    to bits, group size and whether it is symmetric. `tune_epochs` is how often the calibration text is read
-    to tune scales and norms on the whole model's predictions (`quant/tune.py`), with `tune_rate` the first
-    step's relative size.
+    (`quant/budget.py`), whatever `bits` and `group_size`. `layer_formats` are those that differ, by the
+    weight's name; in JSON an object from names to bits, group size and whether it is symmetric.
+    `tune_epochs` is how often the calibration text is read to tune scales and norms on the whole model's
+    predictions (`quant/tune.py`), with `tune_rate` the first step's relative size.
     """
 
     method: Method = "gptq"
@@ -78,7 +79,7 @@ class Recipe:
     weigh_tokens: bool = False
     sweeps: int = 0
     average_bits: float = 0.0
-    formats: tuple[tuple[str, LinearFormat], ...] = ()
+    layer_formats: tuple[tuple[str, LinearFormat], ...] = ()
     tune_epochs: int = 0
     tune_rate: float = 0.001
     samples: int = 64
@@ -103,9 +104,9 @@ class Recipe:
         check("damp", 0 < self.damp < 1, "a share between 0 and 1")
         check("correction", 0 <= self.correction <= 1, "a share from 0 to 1")
         check("sweeps", 0 <= self.sweeps <= 100, "0 to 100")
-        for name, form in self.formats:
+        for name, form in self.layer_formats:
             check(
-                "formats",
+                "layer_formats",
                 isinstance(name, str) and isinstance(form, LinearFormat) and form.is_valid,
                 "formats of 3, 4 or 8 bits and a group size of 32, 64, 128 or -1",
             )
@@ -115,7 +116,7 @@ class Recipe:
         check("average_bits", self.average_bits == 0 or self.method == "gptq", f"0 for method {self.method}")
         check("tune_epochs", 0 <= self.tune_epochs <= 100, "0 to 100")
         check("tune_epochs", self.tune_epochs == 0 or self.method == "gptq", f"0 for method {self.method}")
-        check("formats", not self.formats or not self.is_bnb, f"none for method {self.method}")
+        check("layer_formats", not self.layer_formats or not self.is_bnb, f"none for method {self.method}")
         check("tune_rate", 0 < self.tune_rate < 1, "a share between 0 and 1")
         check("samples", self.samples >= 1, "at least 1")
         check("seq_len", self.seq_len >= 2, "at least 2 tokens")
@@ -127,9 +128,14 @@ class Recipe:
         method starts from what it takes, whatever the recipe. Raises `SettingError`."""
         bits = settings.get("bits")
         if settings.keys() & {"bits", "group_size"}:
-            settings = {"average_bits": 0.0, "formats": ()} | settings
+            settings = {"average_bits": 0.0, "layer_formats": ()} | settings
         if isinstance(bits, int | float) and bits not in BITS:
             settings |= {"average_bits": bits, "bits": 4}
+        if settings.get("average_bits") and "group_size" in settings:
+            raise SettingError(
+                f"group_size is {settings['group_size']!r}; expected none with a budget of bits, which "
+                "chooses it for each layer"
+            )
         if taken := BNB_SETTINGS.get(str(settings.get("method"))):
             own: dict[str, Any] = {name: values[0] for name, values in taken.items()}
             return replace(Recipe(), **own | settings)
@@ -151,11 +157,11 @@ class Recipe:
     def with_format(self, form: LinearFormat) -> "Recipe":
         """With all linear layers alike."""
         bits, group_size, symmetric = form.bits, form.group_size, form.symmetric
-        return replace(self, bits=bits, group_size=group_size, symmetric=symmetric, formats=())
+        return replace(self, bits=bits, group_size=group_size, symmetric=symmetric, layer_formats=())
 
     @cached_property
     def _formats(self) -> dict[str, LinearFormat]:
-        return dict(self.formats)
+        return dict(self.layer_formats)
 
     def format_of(self, name: str) -> LinearFormat:
         """The format of a linear layer, by its weight's name."""
@@ -172,22 +178,23 @@ class Recipe:
         return self.method == "gptq" and (self.correction > 0 or self.weigh_tokens or self.tune_epochs > 0)
 
     def to_json(self) -> dict[str, Any]:
-        formats = {name: [form.bits, form.group_size, form.symmetric] for name, form in self.formats}
-        return asdict(self) | {"formats": formats}
+        formats = {name: [form.bits, form.group_size, form.symmetric] for name, form in self.layer_formats}
+        return asdict(self) | {"layer_formats": formats}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Recipe":
         """The recipe in a manifest; unknown keys are an error, missing ones take the defaults."""
+        data = {_OLDER_NAMES.get(name, name): value for name, value in data.items()}
         unknown = set(data) - {f.name for f in fields(cls)}
         if unknown:
             raise SettingError(f"recipe has unknown settings: {', '.join(sorted(unknown))}")
-        formats = data.get("formats", {})
+        formats = data.get("layer_formats", {})
         if not isinstance(formats, dict) or not all(isinstance(x, list) for x in formats.values()):
-            raise SettingError("formats is no object from names to [bits, group size, symmetric]")
+            raise SettingError("layer_formats is no object from names to [bits, group size, symmetric]")
         if not all(len(x) == 3 for x in formats.values()):
-            raise SettingError("formats holds a list that is not [bits, group size, symmetric]")
+            raise SettingError("layer_formats holds a list that is not [bits, group size, symmetric]")
         pairs = tuple((name, LinearFormat(*values)) for name, values in formats.items())
-        return cls(**data | {"formats": pairs})
+        return cls(**data | {"layer_formats": pairs})
 
 
 def _either(values: tuple[object, ...]) -> str:

@@ -32,6 +32,11 @@ def load_recipe(name_or_path: str = DEFAULT) -> Recipe:
             f"recipe {name_or_path!r} is unknown; expected {', '.join(names)}, or a path to a .toml file"
         )
     settings = parse_toml(text, where)
+    chosen = sorted(settings.keys() & {"bits", "group_size", "layer_formats"})
+    if settings.get("average_bits") and chosen:
+        raise SettingError(
+            f"{where}: {' and '.join(chosen)} stand beside average_bits, which chooses formats"
+        )
     try:
         return Recipe.from_json(settings)
     except SettingError as error:

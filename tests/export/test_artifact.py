@@ -104,7 +104,7 @@ def test_a_layers_own_format_is_written_under_the_checkpoints_name(
 ) -> None:
     names = [f"model.layers.1.{part}.weight" for part in parts]
     eight = LinearFormat(8, 64, True)
-    model = rtn_model(family, formats=tuple((name, eight) for name in names))
+    model = rtn_model(family, layer_formats=tuple((name, eight) for name in names))
     write_artifact(model, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "quantize_config.json").read_text())
     pattern = "+:^" + f"model.layers.1.{stored}$".replace(".", "\\.")

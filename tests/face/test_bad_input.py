@@ -188,8 +188,9 @@ def test_wrong_options(nybble: Nybble, model: Path, tmp_path: Path, options: tup
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (("--bits", "3"), "average_bits is 3.0"),
-        (("--bits", "4.01"), "the budget"),
+        (("--bits", "2"), "average_bits is 2.0"),
+        (("--bits", "4.01"), "bits are a budget, 4.01; expected at least 4.334"),
+        (("--bits", "4.8", "--group-size", "128"), "group_size is 128; expected none with a budget of bits"),
         (("--recipe", "quick"), "recipe 'quick' is unknown"),
         (("--correction", "2"), "correction is 2.0"),
         (("--recipe", "best", "--method", "rtn"), "tune_epochs is 1; expected 0 for method rtn"),

@@ -1,6 +1,7 @@
 """An artifact whose layers differ in bits and group size: written, verified, planned and run."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,14 @@ def test_both_halves_hold_the_layers_own_formats(mixed: Path, nybble: Nybble) ->
 
 def test_gptq_config_has_overrides_by_layer(mixed: Path) -> None:
     config = json.loads((mixed / "quantize_config.json").read_text())
-    assert config["bits"] == 4
-    recipe = open_artifact(mixed).manifest.recipe
-    assert len(config["dynamic"]) == len(recipe.formats) > 0
-    name, form = recipe.formats[0]
+    artifact = open_artifact(mixed)
+    recipe = artifact.manifest.recipe
+    names = [linear.name for layer in range(2) for linear in artifact.spec.linears(layer)]
+    own = [name for name in names if recipe.format_of(name) == recipe.format]
+    assert (config["bits"], config["group_size"]) == (recipe.bits, recipe.group_size)
+    assert len(config["dynamic"]) == len(recipe.layer_formats) == len(names) - len(own) > 0
+    assert Counter(map(recipe.format_of, names)).most_common(1)[0][1] == len(own)
+    name, form = recipe.layer_formats[0]
     key = "+:^" + name.removesuffix(".weight").replace(".", "\\.") + "$"
     assert config["dynamic"][key] == {"bits": form.bits, "group_size": form.group_size}
 

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,5 +105,56 @@ def test_a_model_within_its_budget(make_tiny_model: Callable[..., Path]) -> None
         zeros = 0 if tensor.zeros is None else tensor.zeros.size * form.bits
         stored = 8 * (tensor.packed.nbytes + tensor.scales.nbytes) + zeros
         assert stored == budget.stored_bits(linear, form)
-    with pytest.raises(SettingError, match="budget"):
-        quantize(source, Recipe(samples=16, seq_len=64, average_bits=4.01), calibration)
+
+
+class Unread(OneRounded):
+    """A source of which no tensor may be read."""
+
+    def tensor(self, name: str) -> "QuantizedTensor | np.ndarray":
+        raise AssertionError(f"{name} was read")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (Recipe(average_bits=4.1), r"bits are a budget, 4\.1; expected at least 4\.25"),
+        (Recipe(average_bits=4.31, symmetric=False), r"bits are a budget, 4\.31; expected at least 4\.3\d"),
+        (
+            Recipe(average_bits=5, layer_formats=(("a", LinearFormat(8, 64, True)),)),
+            "expected none with average_bits",
+        ),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_is_refused_before_anything_is_read(
+    make_tiny_model: Callable[..., Path], recipe: Recipe, message: str
+) -> None:
+    source = open_source(make_tiny_model("llama", intermediate_size=128))
+    unread: Any = Unread(source, "", torch.empty(0))
+    with pytest.raises(SettingError, match=message):
+        quantize(unread, recipe, Calibration(IDS, "digest", "test"))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_least_budget_is_enough(make_tiny_model: Callable[..., Path], symmetric: bool) -> None:
+    source = open_source(make_tiny_model("llama", intermediate_size=128))
+    least = 4.25 if symmetric else 4.3125  # groups of 64 in whole rows
+    recipe = Recipe(samples=16, seq_len=64, average_bits=least, symmetric=symmetric)
+    model = quantize(source, recipe, Calibration(IDS, "digest", "test"), threads=1)
+    assert model.recipe.format == LinearFormat(4, 64, symmetric)
+    assert model.recipe.layer_formats == ()
+
+
+def test_the_cheapest_choice_fits_whatever_the_tables_steps() -> None:
+    """Costs that share no divisor, of more different sums than the table has columns."""
+    rng = np.random.default_rng(0)
+    costs = rng.integers(10**8, 10**9, (300, 3)) * 2 + 1
+    losses = np.sort(rng.random((300, 3)))[:, ::-1]
+    least = int(costs.min(axis=1).sum())
+    rows = np.arange(300)
+    assert costs[rows, budget.allocate(costs, losses, least)].sum() == least
+    for room in (least + 1, least + 10**9, least + 10**11, 2**60):
+        found = budget.allocate(costs, losses, room)
+        assert costs[rows, found].sum() <= room
+    assert losses[rows, found].sum() == losses.min(axis=1).sum()
+    with pytest.raises(SettingError, match=f"expected at least {least}"):
+        budget.allocate(costs, losses, least - 1)

@@ -187,7 +187,7 @@ def test_settings_that_contradict(source: ModelSource) -> None:
 def test_formats_of_layers_that_the_model_lacks(source: ModelSource) -> None:
     eight = LinearFormat(8, 64, True)
     for name in ("model.layers.0.mlp.down_proj", "model.layers.9.mlp.down_proj.weight", "lm_head.weight"):
-        recipe = replace(RECIPE, method="rtn", formats=((name, eight),))
+        recipe = replace(RECIPE, method="rtn", layer_formats=((name, eight),))
         with pytest.raises(SettingError, match=f"'{name}' is no linear layer of the model; expected model."):
             quantize(source, recipe)
 
@@ -195,11 +195,13 @@ def test_formats_of_layers_that_the_model_lacks(source: ModelSource) -> None:
 def test_parts_of_one_tensor_have_one_format(make_tiny_model: Callable[..., Path]) -> None:
     fused = open_source(make_tiny_model("phi3"))
     names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
-    recipe = replace(RECIPE, method="rtn", formats=tuple((name, LinearFormat(8, 64, True)) for name in names))
+    recipe = replace(
+        RECIPE, method="rtn", layer_formats=tuple((name, LinearFormat(8, 64, True)) for name in names)
+    )
     model = quantize(fused, recipe)
     assert [model.tensors[name].bits for name in names] == [8, 8, 8]
     with pytest.raises(SettingError, match=r"differ; .* one tensor of a checkpoint, .*\.qkv_proj\.weight"):
-        quantize(fused, replace(recipe, formats=recipe.formats[:2]))
+        quantize(fused, replace(recipe, layer_formats=recipe.layer_formats[:2]))
 
 
 def test_threads_are_put_back(source: ModelSource) -> None:

@@ -18,9 +18,9 @@ def test_the_recipes_that_come_with_nybble() -> None:
 
 def test_a_file_and_what_it_leaves_out(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text('bits = 8\ndamp = 1e-2\n[formats]\n"a.weight" = [4, 32, false]\n')
+    path.write_text('bits = 8\ndamp = 1e-2\n[layer_formats]\n"a.weight" = [4, 32, false]\n')
     recipe = load_recipe(str(path))
-    assert recipe == Recipe(bits=8, formats=(("a.weight", LinearFormat(4, 32, False)),))
+    assert recipe == Recipe(bits=8, layer_formats=(("a.weight", LinearFormat(4, 32, False)),))
     assert recipe.format_of("a.weight") == LinearFormat(4, 32, False)
     assert recipe.format_of("b.weight") == LinearFormat(8, 64, True)
     assert Recipe.from_json(recipe.to_json()) == recipe
@@ -29,6 +29,7 @@ def test_a_file_and_what_it_leaves_out(tmp_path: Path) -> None:
 def test_a_manifest_from_before_a_setting_was_there() -> None:
     old = {"method": "gptq", "bits": 4, "group_size": 64, "symmetric": True, "act_order": "static"}
     assert Recipe.from_json(old) == Recipe()
+    assert Recipe.from_json({**old, "formats": {"a": [8, 64, True]}}).format_of("a").bits == 8
     assert not Recipe.from_json(old).follows_reference
 
 
@@ -44,12 +45,15 @@ def test_a_manifest_from_before_a_setting_was_there() -> None:
         ('method = "rtn"\naverage_bits = 4.5', "average_bits is 4.5; expected 0 for method rtn"),
         ('method = "rtn"\ntune_epochs = 1', "tune_epochs is 1; expected 0 for method rtn"),
         (
-            'method = "int8"\nbits = 8\ngroup_size = -1\nclip_search = false\n[formats]\na = [4, 32, true]',
+            'method = "int8"\nbits = 8\ngroup_size = -1\nclip_search = false\n'
+            "[layer_formats]\na = [4, 32, true]",
             "expected none for method int8",
         ),
-        ("formats = 1", "formats is no object"),
-        ("[formats]\na = [4, 32]", "formats holds a list"),
-        ("[formats]\na = [5, 32, true]", "formats is"),
+        ("average_bits = 4.8\ngroup_size = 128", "group_size stand beside average_bits"),
+        ("average_bits = 4.8\n[layer_formats]\na = [4, 32, true]", "layer_formats stand beside average_bits"),
+        ("layer_formats = 1", "layer_formats is no object"),
+        ("[layer_formats]\na = [4, 32]", "layer_formats holds a list"),
+        ("[layer_formats]\na = [5, 32, true]", "layer_formats is"),
         ("sweeps = 1000", "sweeps is 1000"),
         ('damp = "much"', "damp is 'much'"),
     ],

@@ -94,7 +94,10 @@ def recipe_rows(artifact: "Artifact") -> list[tuple[str, str]]:
     rows = [
         ("Method", r.method),
         ("Bits", _bits(r.format)),
-        *((f"{count} layers", _bits(form)) for form, count in Counter(dict(r.formats).values()).items()),
+        *(
+            (f"{count} layers", _bits(form))
+            for form, count in Counter(dict(r.layer_formats).values()).items()
+        ),
         ("Clipping search", "on" if r.clip_search else "off"),
     ]
     if r.method == "gptq":
