@@ -41,13 +41,13 @@ def quantize(
     `recipe` is a `Recipe`, the name of one that comes with Nybble ("fast", "balanced", "best") or a TOML
     file. `settings` are `Recipe`'s fields and replace the recipe's: `bits=8`, `group_size=128`, ... Bits that
     are neither 3, 4 nor 8 are a budget, on average per weight with scales and zero points; it is spent layer
-    by layer, and group sizes are chosen with it. `formats` are the halves to write; by default the checkpoint, which is "gptq" or for the methods
-    nf4 and int8 "bnb", and "onnx". `calibration` is a file of UTF-8 text, or JSONL with `text` or `messages`;
-    "self", what the model itself writes; "default", CPython's own documentation; or several of these, each of
-    which may be followed by "=SHARE", its share of the windows. `adapter` is a folder with a LoRA in PEFT's
-    format, merged first. `onnx_contract` says who runs the ONNX half: "paged" for `OrtExecutor`, "genai" for
-    onnxruntime-genai, or "both". `progress(stage, done, total)` is called as work proceeds. Returns the
-    manifest.
+    by layer, and group sizes are chosen with it. `formats` are the halves to write; by default the
+    checkpoint, which is "gptq" or for the methods nf4 and int8 "bnb", and "onnx". `calibration` is a file of
+    UTF-8 text, or JSONL with `text` or `messages`; "self", what the model itself writes; "default", CPython's
+    own documentation; or several of these, each of which may be followed by "=SHARE", its share of the
+    windows. `adapter` is a folder with a LoRA in PEFT's format, merged first. `onnx_contract` says who runs
+    the ONNX half: "paged" for `OrtExecutor`, "genai" for onnxruntime-genai, or "both". `progress(stage, done,
+    total)` is called as work proceeds. Returns the manifest.
 
     Finished layers are kept in a hidden folder beside `out` until the artifact is there, once half a minute
     went into them. With `resume` a run that was stopped is repeated from there, with the same bytes; the same

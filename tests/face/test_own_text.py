@@ -74,7 +74,10 @@ def test_the_model_runs_in_8_bits(make_tiny_model: Callable[..., Path]) -> None:
 def test_a_mixture_of_experts_writes_in_8_bits_with_a_router_of_floats(
     make_tiny_model: Callable[..., Path],
 ) -> None:
-    path = make_tiny_model("qwen2_moe", max_position_embeddings=192)
+    path = make_tiny_model(
+        "qwen2_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        shared_expert_intermediate_size=32, max_position_embeddings=192,
+    )  # fmt: skip
     source = open_source(path)
     router = "model.layers.1.mlp.gate.weight"
     assert np.array_equal(RoundedSource(source).tensor(router), source.tensor(router))  # type: ignore[arg-type]

@@ -25,17 +25,16 @@ torch = pytest.importorskip("torch")
 
 RECIPE = Recipe(group_size=32, samples=16, seq_len=64)
 HIDDEN = 64
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80, "mlp_only_layers": [0],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def source(make_tiny_model: Callable[..., Path]) -> ModelSource:
     """Eight experts, of which an expert is shared; an MLP in the first layer."""
-    return open_source(
-        make_tiny_model(
-            "qwen2_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48,
-            shared_expert_intermediate_size=80, mlp_only_layers=[0],
-        )
-    )  # fmt: skip
+    return open_source(make_tiny_model("qwen2_moe", **EXPERTS))
 
 
 def calibration(samples: int = 16) -> Calibration:
@@ -159,7 +158,7 @@ def test_what_needs_a_gradient_is_refused_before_the_work(
 
 def test_corrections_leave_mixtures_as_they_are(make_tiny_model: Callable[..., Path]) -> None:
     """A layer with a mixture, the first one here, has the same bits with them and without; the next not."""
-    source = open_source(make_tiny_model("qwen2_moe", num_experts=8, mlp_only_layers=[1]))
+    source = open_source(make_tiny_model("qwen2_moe", **{**EXPERTS, "mlp_only_layers": [1]}))
     corrected = replace(RECIPE, correction=1.0, weigh_tokens=True)
     one, other = (quantize(source, recipe, calibration(8), threads=1) for recipe in (RECIPE, corrected))
     for layer, same in ((0, True), (1, False)):
