@@ -120,6 +120,7 @@ class Recipe:
         check("tune_rate", 0 < self.tune_rate < 1, "a share between 0 and 1")
         check("samples", self.samples >= 1, "at least 1")
         check("seq_len", self.seq_len >= 2, "at least 2 tokens")
+        check("seed", 0 <= self.seed < 2**63, "0 to 2**63 - 1")
         for name, taken in BNB_SETTINGS.get(self.method, {}).items():
             check(name, getattr(self, name) in taken, f"{_either(taken)} with method {self.method}")
 
@@ -130,7 +131,7 @@ class Recipe:
         if settings.keys() & {"bits", "group_size"}:
             settings = {"average_bits": 0.0, "layer_formats": ()} | settings
         if isinstance(bits, int | float) and bits not in BITS:
-            settings |= {"average_bits": bits, "bits": 4}
+            settings |= {"average_bits": _budget(bits, settings.get("method", self.method)), "bits": 4}
         if settings.get("average_bits") and "group_size" in settings:
             raise SettingError(
                 f"group_size is {settings['group_size']!r}; expected none with a budget of bits, which "
@@ -197,5 +198,15 @@ class Recipe:
         return cls(**data | {"layer_formats": pairs})
 
 
+def _budget(bits: float, method: object) -> float:
+    """Bits that are neither 3, 4 nor 8, which only a budget can be. Raises `SettingError` where it cannot."""
+    if method == "gptq" and 4 < bits <= 9:
+        return bits
+    taken = BNB_SETTINGS.get(str(method), {}).get("bits", BITS)
+    between = ", or a budget above 4 and up to 9" if method == "gptq" else f" with method {method}"
+    raise SettingError(f"bits is {bits!r}; expected {_either(taken)}{between}")
+
+
 def _either(values: tuple[object, ...]) -> str:
-    return " or ".join(map(str, values))
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -107,6 +107,11 @@ def load(
     drafted = wants_draft(speculation)
     with ExitStack() as until_loaded:
         with closing(open_runnable(path, format, kind)) as model:
+            longest = model.spec.max_position
+            if max_model_len is not None and not 1 <= max_model_len <= longest:
+                raise SettingError(
+                    f"max_model_len is {max_model_len}; expected 1 to {longest}, the model's own context"
+                )
             if tuned and device == "auto" and kind == "cpu":
                 profile = with_tuned(profile, model.digest, machine)
             max_batch_tokens = max_batch_tokens or profile.token_budget

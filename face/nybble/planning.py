@@ -130,14 +130,14 @@ def open_planned(path: str | Path, bits: int | None = None, group_size: int | No
         path = located(path)
     chosen: dict[str, Any] = {"bits": bits, "group_size": group_size}
     chosen = {name: value for name, value in chosen.items() if value is not None}
-    config = _config(path)
+    plain, config = Recipe(**chosen), _config(path)
     if config is not None:
-        return PlannedModel(spec_from_config(config, str(path)), Recipe(**chosen), "gptq")
+        return PlannedModel(spec_from_config(config, str(path)), plain, "gptq")
     with closing(open_runnable(path, "auto", "cpu")) as model:
         if not chosen:
             return PlannedModel(model.spec, model.recipe, model.half, model.linear_bytes)
         known = model.recipe is not None and not model.recipe.is_bnb
-        recipe = (model.recipe if model.recipe and known else Recipe()).changed(**chosen)
+        recipe = model.recipe.changed(**chosen) if model.recipe and known else plain
         return PlannedModel(model.spec, recipe, "gptq")
 
 

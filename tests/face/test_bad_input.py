@@ -188,12 +188,18 @@ def test_wrong_options(nybble: Nybble, model: Path, tmp_path: Path, options: tup
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (("--bits", "2"), "average_bits is 2.0"),
+        (("--bits", "12"), "bits is 12; expected 3, 4 or 8, or a budget above 4 and up to 9"),
+        (("--bits", "3.5"), "bits is 3.5; expected 3, 4 or 8, or a budget"),
+        (("--bits", "nan"), "bits is nan; expected 3, 4 or 8, or a budget"),
+        (("--bits", "4.5", "--recipe", "fast"), "bits is 4.5; expected 3, 4 or 8 with method rtn"),
+        (("--bits", "8", "--method", "nf4"), "bits is 8; expected 4 with method nf4"),
+        (("--bits", "12", "--method", "int8"), "bits is 12; expected 8 with method int8"),
         (("--bits", "4.01"), "bits are a budget, 4.01; expected at least 4.334"),
         (("--bits", "4.8", "--group-size", "128"), "group_size is 128; expected none with a budget of bits"),
         (("--recipe", "quick"), "recipe 'quick' is unknown"),
         (("--correction", "2"), "correction is 2.0"),
         (("--recipe", "best", "--method", "rtn"), "tune_epochs is 1; expected 0 for method rtn"),
+        (("--seed", "-1"), "seed is -1"),
     ],
 )
 def test_settings_that_cannot_be(

@@ -284,8 +284,8 @@ def test_settings_of_the_wrong_kind_are_refused(llm: LLM) -> None:
     [
         ({"memory_budget": "30MB"}, DoesNotFitError, "the memory budget is"),
         ({"memory_budget": "60MB", "executor": "ort"}, DoesNotFitError, "the memory budget is"),
-        ({"max_model_len": 513}, SettingError, "513; expected 1 to 512"),
-        ({"max_model_len": 0}, SettingError, "expected 1 to 512"),
+        ({"max_model_len": 513}, SettingError, "max_model_len is 513; expected 1 to 512"),
+        ({"max_model_len": 0}, SettingError, "max_model_len is 0; expected 1 to 512"),
         ({"executor": "gpu"}, SettingError, "executor is 'gpu'"),
         ({"executor": "ort", "kv_dtype": "int8"}, SettingError, "kv_dtype is 'int8'"),
         ({"format": "gguf"}, SettingError, "format is 'gguf'"),

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ..quant.recipe import BITS, GROUP_SIZES, METHODS
+from ..quant.recipe import GROUP_SIZES, METHODS
 from ..quant.recipe_files import DEFAULT, recipe_names
 from .options import apply
 from .progress import progress
@@ -106,7 +106,7 @@ def command(source: str, output: Path, recipe: str, formats: str | None, **setti
     given = {name: value for name, value in settings.items() if value is not None}
     if "group_size" in given:
         given["group_size"] = int(given["group_size"])
-    if given.get("bits") in BITS:
+    if "bits" in given and given["bits"].is_integer():
         given["bits"] = int(given["bits"])
     halves = None if formats is None else formats.split(",")
     with progress() as report:
