@@ -47,6 +47,7 @@ class EngineLoop:
         # A message is what to do on the thread. A destructor may put one at any moment: so a SimpleQueue.
         self._messages: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._last_work = threading.Event()
         self._starting = threading.RLock()
 
     @property
@@ -95,6 +96,7 @@ class EngineLoop:
                     self._finish()
         if thread is not None and not self.on_thread:
             self._messages.put(lambda: None)  # wakes it
+            self._last_work.wait()  # an interrupted join would take the thread for one that has ended
             thread.join()
 
     def _send(self, message: Callable[[], None]) -> None:
@@ -121,7 +123,7 @@ class EngineLoop:
         return self._engine.has_work and self._error is None
 
     def _run(self) -> None:
-        thread = threading.current_thread()
+        thread, last_work = threading.current_thread(), self._last_work
         with self._starting:
             pass  # until `_thread` is set
         while self._thread is thread and not self._closing:
@@ -133,8 +135,11 @@ class EngineLoop:
             except BaseException as error:
                 self._fail_all(error)
                 self._wake_event_loops()
-        if self._thread is thread:  # else it forked, and this is the child
-            self._finish()
+        try:
+            if self._thread is thread:  # else it forked, and this is the child
+                self._finish()
+        finally:
+            last_work.set()
 
     def _take_messages(self) -> None:
         """Does what was asked for; waits for it when there is no work."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from nybble.cli.main import cli
+from nybble.cli.commands import cli
 from nybble.devices import format_bytes
 from nybble.errors import NybbleError, SettingError
 from nybble.planning import open_planned, plan

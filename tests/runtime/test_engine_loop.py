@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -49,6 +50,14 @@ def answer(loop: EngineLoop, max_tokens: int = 5) -> tuple[int, ...]:
     (end,) = ends(sink, 1)
     assert end.error is None
     return end.sequence.output().token_ids
+
+
+def interrupt_when(ready: Callable[[], bool], thread: int) -> None:
+    """Interrupts a thread that goes on waiting a moment after."""
+    while not ready():
+        time.sleep(0.001)
+    time.sleep(0.05)
+    signal.pthread_kill(thread, signal.SIGINT)
 
 
 @pytest.fixture
@@ -207,6 +216,24 @@ class TestClose:
         assert end.sequence.finish_reason == "abort"
         loop.close()
         assert freed == [3]
+
+    def test_again_after_an_interrupt(self, make_loop: Callable[..., EngineLoop], executor: Any) -> None:
+        loop = make_loop()
+        main = threading.main_thread().ident or 0
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        with gated(executor) as gate, ThreadPoolExecutor(1) as pool:
+            loop.submit([request(None)], ThreadSink(streaming=False))
+            gate.wait()
+            interrupting = pool.submit(interrupt_when, lambda: loop.closed, main)
+            with pytest.raises(KeyboardInterrupt):
+                loop.close()
+            interrupting.result()
+            signal.signal(signal.SIGINT, before)
+            closing = pool.submit(loop.close)
+            time.sleep(0.05)
+            assert not closing.done()
+            gate.open()
+            closing.result()
 
     def test_without_a_thread(self, make_loop: Callable[..., EngineLoop]) -> None:
         freed: list[bool] = []

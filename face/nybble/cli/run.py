@@ -40,8 +40,12 @@ def command(artifact: Path, prompt: str, raw: bool, system: str | None, stats: b
         raise RequestError("the prompt is empty; expected some text")
     question: Any = prompt if raw else conversation(prompt, system)
     with load(artifact, settings) as llm, llm.stream(question, params) as stream:
-        for piece in stream:
-            click.echo(piece.text, nl=False)
+        try:
+            for piece in stream:
+                click.echo(piece.text, nl=False)
+        except KeyboardInterrupt:
+            click.echo()  # so that what follows has a line of its own
+            raise
         click.echo()
         if stats:
             click.echo(statistics(stream.output), err=True)

@@ -1,4 +1,4 @@
-"""`main`: the command group, and how every error becomes one line and an exit code."""
+"""The command group, and how every error becomes one line and an exit code."""
 
 import importlib
 import os
@@ -66,9 +66,16 @@ def one_line(error: BaseException) -> str:
     return text if isinstance(error, NybbleError) else f"{type(error).__name__}: {text}"
 
 
-def main(args: list[str] | None = None) -> None:
-    """Entry point. Exit codes: 0 done, 1 failed with one line on standard error, 2 wrong usage, 130
-    interrupted."""
+def _interrupted(error: BaseException) -> bool:
+    """Whether an interrupt led to an error: a library in C++ whose import it met raises an `ImportError`."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, KeyboardInterrupt):
+        seen = seen.__cause__ or seen.__context__
+    return seen is not None
+
+
+def invoke(args: list[str] | None = None) -> None:
+    """Runs a command; ends in `SystemExit`, or `KeyboardInterrupt`."""
     debug = False
     try:
         with cli.make_context("nybble", sys.argv[1:] if args is None else list(args)) as context:
@@ -77,8 +84,8 @@ def main(args: list[str] | None = None) -> None:
         sys.exit(0)
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        sys.exit(130)
+    except click.exceptions.Abort:
+        raise KeyboardInterrupt from None
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
@@ -87,6 +94,8 @@ def main(args: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:
+        if _interrupted(error):
+            raise KeyboardInterrupt from None
         if debug:
             traceback.print_exc()
         else:
