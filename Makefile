@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARTIFACT := artifacts/smollm2-int4
 PYTEST_ARGS ?=
+# Processes that share the tests; one that runs out of them takes over the others' last. Each has one core.
+TEST_JOBS ?= 2
+SHARED := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
 
 # A broken C++ build must fail here, not fall back to the pure-Python wheel.
 export NYBBLE_REQUIRE_KERNELS := 1
@@ -35,7 +38,7 @@ demo: $(SETUP) $(ARTIFACT)/nybble.json
 	@echo 'Talk to it: $(BIN)/nybble chat $(ARTIFACT)'
 
 test: $(SETUP) lint types
-	$(BIN)/python -m pytest -m "not slow and not interop" $(PYTEST_ARGS)
+	$(SHARED) -m "not slow and not interop" $(PYTEST_ARGS)
 
 # Other runtimes, each in an environment of its own and out of the product's.
 .venv-gptqmodel/.setup: constraints.txt

@@ -36,8 +36,9 @@ def test_verify_passes(nybble: Callable[..., Any], smollm2: Any) -> None:
     assert result.code == 0, result.err
 
 
-def test_quantizing_took_less_than_2_5_gigabytes(smollm2: Any) -> None:
-    assert smollm2.peak_memory < 2.5e9
+def test_quantizing_would_take_less_than_2_5_gigabytes(smollm2: Any) -> None:
+    """With the usual 64 windows of text, of which each adds 9 MB."""
+    assert smollm2.peak_memory < 2.5e9 - 56 * 10e6
 
 
 def test_perplexity_is_at_most_16_5(smollm2: Any) -> None:
