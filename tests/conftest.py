@@ -1,6 +1,5 @@
 """Fixtures that more than one room needs."""
 
-import fcntl
 import importlib.util
 import json
 import os
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from shared import made_once
 
 # A busy machine is no failure.
 settings.register_profile("no time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -141,17 +141,14 @@ class SmolLM2:
 def smollm2(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> SmolLM2:
     """The real model at 4 bits, group 64, symmetric, both halves: plain GPTQ on an eighth of the usual text,
     for it is made in every run of the tests, once for all its processes. Tests must not change it."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "smollm2"
-    folder.mkdir(exist_ok=True)
-    out, peak = folder / "int4", folder / "peak"
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not peak.exists():
-            command = ["-m", "nybble", "quantize", "smollm2", "-o", str(out), "--group-size", "64", "--sym"]
-            command += ["--correction", "0", "--no-weigh-tokens", "--sweeps", "0", "--samples", "8"]
-            child = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, *command])
-            _, status, usage = os.wait4(child, 0)
-            assert os.waitstatus_to_exitcode(status) == 0
-            peak.write_text(str(usage.ru_maxrss * 1024))
-    return SmolLM2(out, int(peak.read_text()))
+
+    def quantize(folder: Path) -> None:
+        command = ["-m", "nybble", "quantize", "smollm2", "-o", str(folder / "int4"), "--group-size", "64"]
+        command += ["--sym", "--correction", "0", "--no-weigh-tokens", "--sweeps", "0", "--samples", "8"]
+        child = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, *command])
+        _, status, usage = os.wait4(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        (folder / "peak").write_text(str(usage.ru_maxrss * 1024))
+
+    folder = made_once(tmp_path_factory, "smollm2", quantize)
+    return SmolLM2(folder / "int4", int((folder / "peak").read_text()))

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from shared import made_once
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "runtime" / "kernels"
@@ -22,6 +23,7 @@ NATIVE = "x86_64" if X86 else "aarch64"
 COMMON = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-fno-math-errno"]
 WRAPPED = "-Wl,--wrap=malloc,--wrap=calloc,--wrap=mmap"  # so that allocations are counted
 JOBS = 2
+PROGRAM = "kernel_test"
 
 Build = Callable[..., Path]
 
@@ -52,8 +54,8 @@ def listed_sources() -> list[Path]:
     return [KERNELS / name for name in re.findall(r"\$\{KERNELS\}/([\w/]+\.cpp)", text)]
 
 
-def build(folder: Path, architecture: str, compiler: str, flags: tuple[str, ...]) -> Path:
-    """The test program, from the kernels' sources without the bindings."""
+def build(folder: Path, architecture: str, compiler: str, flags: tuple[str, ...]) -> None:
+    """The test program into a folder, from the kernels' sources without the bindings."""
     sets = instruction_sets(architecture)
     assert sets
     sources = [path for path in listed_sources() if "bindings" not in path.name]
@@ -63,7 +65,6 @@ def build(folder: Path, architecture: str, compiler: str, flags: tuple[str, ...]
     linked = [(source, list[str]()) for source in sources] + jobs
     assert len({source.stem for source, _ in linked}) == len(linked), "object files are named by stem"
     defines = [f"-DNYBBLE_WITH_{name.upper()}" for name in sets]
-    folder.mkdir(parents=True)
 
     def compile_one(job: tuple[Path, list[str]]) -> None:
         source, own = job
@@ -72,22 +73,18 @@ def build(folder: Path, architecture: str, compiler: str, flags: tuple[str, ...]
 
     with ThreadPoolExecutor(JOBS) as pool:
         list(pool.map(compile_one, jobs[::-1] + linked[: len(sources)]))
-    program = folder / "kernel_test"
     objects = [folder / f"{source.stem}.o" for source, _ in linked]
-    run(compiler, *flags, *objects, "-o", program, "-pthread", WRAPPED)
-    return program
+    run(compiler, *flags, *objects, "-o", folder / PROGRAM, "-pthread", WRAPPED)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """`built(architecture, compiler, *flags)`: the program, built once for the same arguments."""
-    made: dict[tuple[str, ...], Path] = {}
 
     def make(architecture: str, compiler: str, *flags: str) -> Path:
-        key = (architecture, compiler, *flags)
-        if key not in made:
-            made[key] = build(tmp_path_factory.mktemp("kernels") / "out", architecture, compiler, flags)
-        return made[key]
+        name = "-".join(("kernels", architecture, *(re.sub(r"\W+", "-", flag) for flag in flags)))
+        out = made_once(tmp_path_factory, name, lambda out: build(out, architecture, compiler, flags))
+        return out / PROGRAM
 
     return make
 
