@@ -183,6 +183,19 @@ def _state_file(layer: int) -> str:
     return f"state-{layer:05d}.safetensors"
 
 
+def discard_finished(folder: Path, result: Path) -> None:
+    """Removes what is kept there if `result`, a file that is written after all of it, is newer: the run was
+    killed when its work was done. What another process works on stays."""
+    with contextlib.suppress(OSError):
+        lock = _locked(folder)
+        try:
+            times = [path.lstat().st_mtime_ns for path in folder.iterdir()]
+            if max(times, default=0) < result.stat().st_mtime_ns:
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
 def _locked(folder: Path) -> int:
     """A descriptor of the folder that no other process has a lock on. Raises `OSError`."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -24,6 +24,7 @@ from ..export.atomic_file import new_file
 from ..export.weights import LogicalWeights
 from ..models.spec import ModelSpec
 from .packed_file import MappedWeights, UnusableFile, form_of, read_packed, write_packed
+from .packed_sources import remember
 from .packed_weights import FreshlyPacked, PackedLinear, PackedSource, Packing, PackingSource
 
 FILE_NAME = "packed.bin"
@@ -37,19 +38,23 @@ def load_packed(
     spec: ModelSpec,
     weights: Callable[[], LogicalWeights],
     residency: ResidencyPlan | None = None,
+    model: Path | None = None,
 ) -> PackedSource:
     """A model's packed weights: mapped from its cache file, which is made first where none can be used;
     where none can be written either, packed as they are asked for.
 
     `folder` is the artifact, None for a model in another format, and `digest` tells it from others, in
     hexadecimal. `weights` opens its tensors, and is called only to pack. What `residency` streams is checked
-    without becoming resident.
+    without becoming resident. `model` is the path that the model is at: what the user's cache folder holds of
+    another that was there before is removed.
     Raises what reading those raises; whatever is wrong with a cache file is one line in the log.
     """
     files = cache_files(folder, digest)
     for file in files:
         try:
-            return open_packed(file, spec, digest, residency)
+            found = open_packed(file, spec, digest, residency)
+            _remember(model, digest, file)
+            return found
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
@@ -61,12 +66,19 @@ def load_packed(
         try:
             if file.parent.parent != folder:
                 file.parent.parent.mkdir(parents=True, exist_ok=True)
-            return build_packed(file, source, digest, residency)
+            found = build_packed(file, source, digest, residency)
+            _remember(model, digest, file)
+            return found
         except OSError as error:
             log.info("%s: packed weights cannot be kept: %s", file, error.strerror)
         except UnusableFile as error:
             log.warning("%s: packed weights cannot be kept: %s", file, error)
     return source
+
+
+def _remember(model: Path | None, digest: str, file: Path) -> None:
+    if model is not None and file.parent == cache_folder():
+        remember(model, digest, file)
 
 
 def pack_into_temporary(

@@ -1,7 +1,8 @@
 """`quantize`: a model in, an artifact folder out."""
 
+import os
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,16 +52,18 @@ def quantize(
 
     Finished layers are kept in a hidden folder beside `out` until the artifact is there, once half a minute
     went into them. With `resume` a run that was stopped is repeated from there, with the same bytes; the same
-    settings are needed. Without, what was kept is removed.
+    settings are needed. Without, what was kept is removed; so is what a run left that was killed when its
+    artifact was there.
 
     Raises `NybbleError`'s subclasses; nothing but that folder is left behind then.
     """
     from .export import check_formats, check_onnx_contract, check_output, write_artifact
     from .export.artifact import GENAI_GRAPH
     from .export.genai_config import genai_config
+    from .export.manifest import MANIFEST_NAME
     from .models import open_source
     from .own_text import own_text
-    from .quant.checkpoint import Checkpoint, work_folder
+    from .quant.checkpoint import Checkpoint, discard_finished, work_folder
     from .quant.mixture import DEFAULT as DEFAULT_TEXT
     from .quant.mixture import load_mixture, parse_shares
     from .quant.quantize import check_recipe
@@ -77,6 +80,9 @@ def quantize(
     texts = parse_shares(given or [DEFAULT_TEXT])
     out = Path(out)
     check_onnx_contract(onnx_contract, check_formats(formats, chosen))
+    with suppress(ValueError):  # of what can be no path, which is refused next
+        real = Path(os.path.realpath(out))
+        discard_finished(work_folder(real), real / MANIFEST_NAME)
     work = work_folder(check_output(out, overwrite))
     with Checkpoint(work, resume=resume) as checkpoint:
         with closing(open_source(src, adapter)) as source:

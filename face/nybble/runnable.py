@@ -89,7 +89,7 @@ def open_runnable(path: str | Path, format: str, executor: "ExecutorKind") -> Ru
             raise SettingError(
                 f"{path}: format is 'onnx', but the folder is a checkpoint without ONNX graphs"
             )
-        return RunnableCheckpoint(ForeignCheckpoint(Path(path)))
+        return RunnableCheckpoint(ForeignCheckpoint(Path(path)), Path(path))
     else:
         artifact = open_artifact(path, format)
         half = artifact.chosen(format, "gptq" if executor == "cpu" else "onnx")
@@ -104,7 +104,7 @@ def open_runnable(path: str | Path, format: str, executor: "ExecutorKind") -> Ru
 
     source = open_source(name)
     assert isinstance(source, GgufSource)  # folders were tried above
-    return RunnableGguf(source)
+    return RunnableGguf(source, name if isinstance(name, Path) else None)
 
 
 class RunnableArtifact:
@@ -130,7 +130,8 @@ class RunnableArtifact:
     def packed(self, cache: bool, residency: "ResidencyPlan", scratch: Path) -> "PackedSource":
         weights = partial(self.artifact.weights, self.half)
         folder = self.artifact.folder if self._keeps_packed else None
-        return _packed(folder, self.digest, self.spec, weights, cache, residency, scratch)
+        path, digest = self.artifact.folder, self.digest
+        return _packed(folder, path, digest, self.spec, weights, cache, residency, scratch)
 
     def close(self) -> None:
         pass
@@ -141,8 +142,8 @@ class RunnableCheckpoint:
 
     half: "Half" = "gptq"
 
-    def __init__(self, checkpoint: ForeignCheckpoint) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, checkpoint: ForeignCheckpoint, path: Path) -> None:
+        self._checkpoint, self._path = checkpoint, path
         self.weights: LogicalWeights = checkpoint.weights
         self.recipe = checkpoint.recipe
         self.spec = checkpoint.spec
@@ -169,7 +170,8 @@ class RunnableCheckpoint:
         return tuple(found)
 
     def packed(self, cache: bool, residency: "ResidencyPlan", scratch: Path) -> "PackedSource":
-        return _packed(None, self.digest, self.spec, lambda: self.weights, cache, residency, scratch)
+        path, digest = self._path, self.digest
+        return _packed(None, path, digest, self.spec, lambda: self.weights, cache, residency, scratch)
 
     def close(self) -> None:
         self._checkpoint.close()
@@ -181,8 +183,8 @@ class RunnableGguf:
     half: "Half" = "gguf"
     recipe = None
 
-    def __init__(self, source: "GgufSource") -> None:
-        self._source = source
+    def __init__(self, source: "GgufSource", path: Path | None) -> None:
+        self._source, self._path = source, path
         self.spec = source.spec
         self.config = source.config
 
@@ -215,7 +217,7 @@ class RunnableGguf:
         from .export.gguf_weights import GgufWeights
 
         weights = partial(GgufWeights, self._source)
-        return _packed(None, self.digest, self.spec, weights, cache, residency, scratch)
+        return _packed(None, self._path, self.digest, self.spec, weights, cache, residency, scratch)
 
     def close(self) -> None:
         self._source.close()
@@ -223,6 +225,7 @@ class RunnableGguf:
 
 def _packed(
     folder: Path | None,
+    path: Path | None,
     digest: str,
     spec: ModelSpec,
     weights: "Callable[[], LogicalWeights]",
@@ -233,7 +236,10 @@ def _packed(
     from .runtime.packed_cache import load_packed, pack_into_temporary
     from .runtime.packed_weights import FreshlyPacked
 
-    source = load_packed(folder, digest, spec, weights, residency) if cache else FreshlyPacked(weights())
+    if cache:
+        source = load_packed(folder, digest, spec, weights, residency, model=path)
+    else:
+        source = FreshlyPacked(weights())
     if residency.streams and isinstance(source, FreshlyPacked):
         return pack_into_temporary(scratch, source, digest, residency)
     return source

@@ -46,6 +46,10 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     return folder / "nybble"
 
 
+def packed_files(user_cache: Path) -> list[Path]:
+    return list(user_cache.glob("*-packed.bin"))
+
+
 def answer(path: Path, **settings: Any) -> tuple[int, ...]:
     with LLM(path, **settings) as llm:
         return tuple(llm.generate(PROMPT, GREEDY).token_ids)
@@ -71,7 +75,7 @@ def test_packed_weights_are_kept_in_the_users_folder(
     with caplog.at_level(logging.INFO, "nybble"):
         expected = answer(path)
     assert caplog.messages == ["model.gguf: 2 of 14 linear layers are rounded to 8 bits: 2 in Q5_1"]
-    (file,) = user_cache.iterdir()
+    (file,) = packed_files(user_cache)
     assert os.listdir(tmp_path) == ["model.gguf"]
     assert answer(path, cache=False) == expected
 
@@ -85,8 +89,32 @@ def test_packed_weights_are_kept_in_the_users_folder(
         with pytest.raises(AssertionError):
             LLM(path)
     assert answer(path) == expected
-    assert len(list(user_cache.iterdir())) == 2
-    assert file.exists()
+    (other,) = packed_files(user_cache)
+    assert other != file
+
+
+def test_packed_weights_of_what_a_file_was_are_removed_and_no_others(
+    gguf: Path, user_cache: Path, tmp_path: Path
+) -> None:
+    first, second, third = (Path(shutil.copy2(gguf, tmp_path / f"{n}.gguf")) for n in range(3))
+    os.utime(third, ns=(1, 1))  # another model, as far as its digest tells
+    for path in (first, second, third):
+        answer(path)
+    shared, other = sorted(packed_files(user_cache), key=lambda path: path.stat().st_mtime_ns)
+    with LLM(first) as before:
+        expected = before.generate(PROMPT, GREEDY).token_ids
+        for number, path in enumerate((first, second)):
+            os.utime(path, ns=(2, 2 + number))
+            answer(path)
+            assert other.exists()
+            assert shared.exists() == (path is first)
+        assert len(packed_files(user_cache)) == 3
+        assert before.generate(PROMPT, GREEDY).token_ids == expected
+    for note in user_cache.glob("source-*.json"):
+        note.write_text('{"digest": "../../x"}')
+    os.utime(first, ns=(4, 4))
+    answer(first)
+    assert len(packed_files(user_cache)) == 4
 
 
 def test_only_other_types_need_the_gguf_package(
@@ -100,12 +128,12 @@ def test_only_other_types_need_the_gguf_package(
     )
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert len(answer(exact)) == 8
-    before = list(user_cache.iterdir())
+    before = sorted(user_cache.iterdir())
     with pytest.raises(
         MissingDependencyError, match=r"Q5_1 tensors need the gguf package.*nybble\[quantize\]"
     ):
         LLM(gguf)
-    assert list(user_cache.iterdir()) == before
+    assert sorted(user_cache.iterdir()) == before
 
 
 def test_other_executors_and_halves_are_refused(gguf: Path, nybble: Nybble) -> None:

@@ -153,6 +153,32 @@ def test_an_artifact_that_cannot_be_written_leaves_the_work(
 
 
 @pytest.mark.usefixtures("always")
+def test_work_of_a_run_that_was_killed_when_its_artifact_was_there_is_removed_by_the_next(
+    make_tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = make_tiny_model(num_hidden_layers=4), tmp_path / "out"
+    work = checkpoint.work_folder(out)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.Checkpoint, "finish", lambda self: self.close())
+        quantize(model, out, threads=1, method="rtn")
+    assert work.is_dir()
+    lock = checkpoint._locked(work)
+    with pytest.raises(OutputError, match="exists already"):
+        quantize(model, out, threads=1, method="rtn", resume=True)
+    assert work.is_dir()
+    os.close(lock)
+    with pytest.raises(OutputError, match="exists already"):
+        quantize(model, out, threads=1, method="rtn", resume=True)
+    assert not work.exists()
+    # What comes after the artifact is work on the next one.
+    stop_after(3, model, out, method="rtn", overwrite=True)
+    with pytest.raises(OutputError, match="exists already"):
+        quantize(model, out, threads=1, method="rtn", resume=True)
+    assert begins_with(model, out, method="rtn", overwrite=True, resume=True) == 3
+    assert not work.exists()
+
+
+@pytest.mark.usefixtures("always")
 def test_two_runs_do_not_share_work(
     make_tiny_model: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
