@@ -23,7 +23,8 @@ from .spec import ModelSpec
 # Types that `gguf.quants` decodes besides the plain ones, which numpy does.
 PLAIN_TYPES = ("F32", "F16", "BF16")
 BLOCK_QUANTS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-_CHUNK_ELEMENTS = 1 << 20  # decoded at once; bounds the working memory beside the tensor itself
+_CHUNK_ELEMENTS = 1 << 17  # decoded at once: what that takes stays in a core's cache
+_LONGEST_VECTOR = 1 << 20  # bytes of RoPE factors
 _DIGEST_CHUNK = 1 << 20
 
 _TOP_NAMES = {
@@ -191,7 +192,7 @@ class GgufSource:
         entry = self._tensors.get(_ROPE_FACTORS)
         if entry is None:
             return None
-        if entry.type.name not in PLAIN_TYPES or entry.nbytes > _CHUNK_ELEMENTS:
+        if entry.type.name not in PLAIN_TYPES or entry.nbytes > _LONGEST_VECTOR:
             raise ModelFormatError(f"{self.origin}: tensor {_ROPE_FACTORS!r} is not a short float vector")
         return self._decode(entry)
 
@@ -268,7 +269,8 @@ def _to_float32(raw: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
         raise MissingDependencyError(
             f"{kind} tensors need the gguf package: install it with: pip install 'nybble[quantize]'"
         ) from None
-    # A damaged block's scale overflows to the infinity that the caller reports.
+    # A damaged block's scale overflows to the infinity that the caller reports. As one row: the package goes
+    # through 16 rows at a time, which are too few to be worth a call each.
     with np.errstate(all="ignore"):
-        decoded: NDArray[np.float32] = dequantize(raw, GGMLQuantizationType[kind])
-    return decoded
+        decoded: NDArray[np.float32] = dequantize(raw.reshape(1, -1), GGMLQuantizationType[kind])
+    return decoded.reshape(len(raw), -1)

@@ -4,7 +4,7 @@ It is what calibration runs: between the parts of a layer a caller sees the inpu
 come next and may replace their weights, so that one pass over a layer quantizes it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -14,9 +14,13 @@ from ..models.spec import LinearSpec, ModelSpec, RopeSpec
 from .experts import mixture_stages
 from .mlp import BeforeLinears, Stage, activate
 from .packing_nf4 import AnyQuantized
+from .threads import in_parallel
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# Sequences at a time: few, so that what a thread has in hand stays in its cache.
+BATCH = 2
 
 
 class TensorProvider(Protocol):
@@ -64,10 +68,11 @@ def forward_layer(
     weights: "Mapping[str, Tensor]",
     hidden: "Tensor",
     *,
-    batch: int = 8,
+    batch: int = BATCH,
     before: BeforeLinears | None = None,
 ) -> None:
-    """Runs one layer on `hidden` [B, S, hidden] float32, in place, `batch` sequences at a time.
+    """Runs one layer on `hidden` [B, S, hidden] float32, in place, `batch` sequences at a time in each of
+    torch's threads.
 
     `weights` holds the layer's tensors by name in float32. `before` is called four times: for q, k and v; for
     o; for gate and up; for down. In a layer with a mixture it is called for q, k and v and for o, then as
@@ -84,13 +89,12 @@ def layer_stages(
     weights: "Mapping[str, Tensor]",
     hidden: "Tensor",
     *,
-    batch: int = 8,
+    batch: int = BATCH,
     calibrate: bool = True,
 ) -> Iterator[Stage]:
     """`forward_layer` in steps: stops before each set of linear layers that share an input. Their weights in
     `weights` may be replaced then; what they are when it goes on is what is computed. Without `calibrate` the
     stages of starved experts have none but their own tokens."""
-    import torch
 
     q, k, v, o, *mlp = spec.linears(layer)
     norms = spec.layer_norms(layer)
@@ -102,20 +106,29 @@ def layer_stages(
         flat = (count * length, -1)
         return Stage(linears, x.view(flat), hidden.view(flat) if to_residual else None)
 
-    normed = torch.empty_like(hidden)
-    for part in parts:
-        normed[part] = _norm(spec, hidden[part], weights, norms.before_attention)
+    def computed(source: "Tensor", size: int, compute: "Callable[[Tensor], Tensor]") -> "Tensor":
+        result = hidden.new_empty(count, length, size)
+
+        def one(part: slice) -> None:
+            result[part] = compute(source[part])
+
+        in_parallel(one, parts)
+        return result
+
+    def add(source: "Tensor", which: LinearSpec, norm_name: str | None) -> None:
+        def one(part: slice) -> None:
+            hidden[part] += to_stream(spec, weights, source[part], which, norm_name)
+
+        in_parallel(one, parts)
+
+    normed = computed(hidden, spec.hidden_size, lambda x: _norm(spec, x, weights, norms.before_attention))
     yield stage((q, k, v), normed)
-    attended = hidden.new_empty(count, length, spec.q_size)
-    for part in parts:
-        attended[part] = attend(spec, layer, weights, normed[part], tables)
+    attended = computed(normed, spec.q_size, lambda x: attend(spec, layer, weights, x, tables))
     del normed
     yield stage((o,), attended, norms.after_attention is None)
-    normed = torch.empty_like(hidden)
-    for part in parts:
-        hidden[part] += to_stream(spec, weights, attended[part], o, norms.after_attention)
-        normed[part] = _norm(spec, hidden[part], weights, norms.before_mlp)
+    add(attended, o, norms.after_attention)
     del attended
+    normed = computed(hidden, spec.hidden_size, lambda x: _norm(spec, x, weights, norms.before_mlp))
     if spec.mixture_of(layer) is not None:
         given = yield from mixture_stages(
             spec, layer, weights, normed.view(count * length, -1), calibrate=calibrate
@@ -125,13 +138,10 @@ def layer_stages(
         return
     gate, up, down = mlp
     yield stage((gate, up), normed)
-    inner = hidden.new_empty(count, length, spec.intermediate_size)
-    for part in parts:
-        inner[part] = gated(spec, layer, weights, normed[part])
+    inner = computed(normed, spec.intermediate_size, lambda x: gated(spec, layer, weights, x))
     del normed
     yield stage((down,), inner, norms.after_mlp is None)
-    for part in parts:
-        hidden[part] += to_stream(spec, weights, inner[part], down, norms.after_mlp)
+    add(inner, down, norms.after_mlp)
 
 
 def layer_output(
@@ -259,7 +269,7 @@ def head_logits(spec: ModelSpec, norm: "Tensor", head: "Tensor", hidden: "Tensor
     return logits
 
 
-def logits(provider: TensorProvider, token_ids: NDArray[np.integer], *, batch: int = 8) -> "Tensor":
+def logits(provider: TensorProvider, token_ids: NDArray[np.integer], *, batch: int = BATCH) -> "Tensor":
     """Logits [B, S, vocab] float32 of token ids [B, S]: each layer's tensors are read, used for all
     sequences and released."""
     import torch

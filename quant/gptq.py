@@ -126,7 +126,9 @@ def _visit_columns(
     diagonal = hessian.diagonal()
     codes = torch.empty_like(weight)
     errors = weight.new_empty(BLOCK, weight.shape[1])
-    pivots = factor.diagonal().tolist()
+    passed_on = factor / factor.diagonal()[:, None]
+    rows = (weight.unbind(0), codes.unbind(0), passed_on.unbind(0), groups)
+    visited, scales, zeros = list(zip(*rows, strict=True)), scale.unbind(0), zero.unbind(0)
     for start in range(0, columns, BLOCK):
         end = min(start + BLOCK, columns)
         if grid is None and start % group_size == 0:
@@ -135,13 +137,14 @@ def _visit_columns(
                 weight[part], diagonal[part], recipe.bits, recipe.symmetric, recipe.clip_search
             )
             scale[start // group_size], zero[start // group_size] = found
-        for column in range(start, end):
-            row, code, group = weight[column], codes[column], groups[column]
-            torch.div(row, scale[group], out=code).round_().add_(zero[group]).clamp_(0, top)
-            error = torch.sub(code, zero[group], out=errors[column - start]).mul_(scale[group])
-            torch.sub(row, error, out=error).div_(pivots[column])
-            weight[column + 1 : end].addr_(factor[column, column + 1 : end], error, alpha=-1)
-        weight[end:].addmm_(factor[start:end, end:].T, errors[: end - start], alpha=-1)
+        for column, error in zip(range(start, end), errors, strict=False):
+            row, code, share, group = visited[column]
+            torch.div(row, scales[group], out=code).round_().add_(zeros[group]).clamp_(0, top)
+            torch.sub(code, zeros[group], out=error).mul_(scales[group])
+            torch.sub(row, error, out=error)
+            if column + 1 < end:
+                weight[column + 1 : end].addr_(share[column + 1 : end], error, alpha=-1)
+        weight[end:].addmm_(passed_on[start:end, end:].T, errors[: end - start], alpha=-1)
     return codes, scale, zero
 
 

@@ -124,7 +124,4 @@ def _problem(
         ]
     if recipe.correction == 0:
         return h, own
-    return h, [
-        shifted(weight, shift, h, recipe.damp, recipe.correction)
-        for weight, shift in zip(own, shifts, strict=True)
-    ]
+    return h, shifted(own, shifts, h, recipe.damp, recipe.correction)

@@ -88,17 +88,23 @@ def descend(
     """
     import torch
 
-    top = (1 << bits) - 1
-    inverse = 1 / scale
-    step = codes.new_empty(codes.shape[1])
-    for row, pivot in enumerate(hessian.diagonal().tolist()):
-        code = codes[row]
-        torch.mul(gradient[row], inverse, out=step)
-        best = torch.sub(code, step, alpha=1 / pivot).round_().clamp_(0, top)
-        change = torch.sub(best, code, out=step).mul_(scale)
-        code.copy_(best)
-        error[row] += change
-        gradient.addr_(hessian[row], change)
+    top, last = (1 << bits) - 1, len(codes) - 1
+    best, change = torch.empty_like(codes), torch.empty_like(scale)
+    # In steps of the scale; a row is up to date when its turn comes.
+    steps = gradient / scale
+    rows = zip(
+        hessian.diagonal().tolist(), hessian.unbind(0), codes.unbind(0), best.unbind(0), steps.unbind(0),
+        strict=True,
+    )  # fmt: skip
+    for row, (pivot, of_row, code, chosen, step) in enumerate(rows):
+        torch.sub(code, step, alpha=1 / pivot, out=chosen).round_().clamp_(0, top)
+        if row < last:
+            torch.sub(chosen, code, out=change)
+            steps[row + 1 :].addr_(of_row[row + 1 :], change)
+    moved = (best - codes).mul_(scale)
+    codes.copy_(best)
+    error += moved
+    gradient.addmm_(hessian, moved)
 
 
 def fit_scale(

@@ -16,24 +16,27 @@ if TYPE_CHECKING:
 # the largest positive value of a symmetric group is cut by half a step, at 1.07 by nothing.
 CLIP_GRID = tuple(1.04 - 0.04 * i for i in range(14))
 SMALLEST_SCALE = 2.0**-24  # float16's smallest positive number
+TOGETHER = (
+    1 << 18
+)  # elements of groups whose ranges are searched at once: smaller operations are mostly overhead
 
 
 @one_thread()
 def group_scales(
     weight: "Tensor", importance: "Tensor | None", bits: int, symmetric: bool, clip_search: bool
 ) -> "tuple[Tensor, Tensor]":
-    """Scale and zero point, [out] float32 each, of one group [group, out] float32.
+    """Scale and zero point, [..., out] float32 each, of groups [..., group, out] float32.
 
     The scale is a float16 number, so that integers computed with it are exact in every format. Symmetric:
     zero is 2^(bits-1) and the scale absmax / (2^(bits-1) - 0.5). Asymmetric: the zero point stays in
     1..2^bits-1, since the GPTQ format of version 1 has no 0. With `clip_search` the range is the share of
-    the full one that minimizes the squared error weighted by `importance` [group] (None is equal weights).
-    A group of zeros has scale 1. Raises `QuantizationError` where a scale leaves float16's range.
+    the full one that minimizes the squared error weighted by `importance` [..., group] (None is equal
+    weights). A group of zeros has scale 1. Raises `QuantizationError` where a scale leaves float16's range.
     """
     import torch
 
     top = (1 << bits) - 1
-    low, high = weight.amin(0).clamp_(max=0), weight.amax(0).clamp_(min=0)
+    low, high = weight.amin(-2).clamp_(max=0), weight.amax(-2).clamp_(min=0)
     if symmetric:
         full = torch.maximum(-low, high) / (top / 2)
     else:
@@ -50,14 +53,14 @@ def group_scales(
 
     def error(scale: "Tensor", zero: "Tensor") -> "Tensor":
         # In steps of the scale, each from its own zero point.
-        torch.mul(weight, 1 / scale, out=steps)
+        torch.mul(weight, (1 / scale).unsqueeze(-2), out=steps)
         torch.round(steps, out=rounded)
         if symmetric:
             rounded.clamp_(-(top + 1) / 2, (top - 1) / 2)
         else:
-            rounded.clamp_(-zero, top - zero)
+            rounded.clamp_(-zero.unsqueeze(-2), (top - zero).unsqueeze(-2))
         squares = rounded.sub_(steps).square_()
-        sums = squares.sum(0) if importance is None else importance @ squares
+        sums = squares.sum(-2) if importance is None else (importance.unsqueeze(-2) @ squares).squeeze(-2)
         return sums.mul_(scale.square())
 
     best_scale, best_zero = candidate(1.0)
@@ -94,14 +97,20 @@ def all_scales(
     be short."""
     import torch
 
+    columns, out = weight.shape
+    whole = columns // group_size * group_size
+    step = max(1, TOGETHER // (group_size * out)) * group_size
+    parts = [(slice(start, min(start + step, whole)), group_size) for start in range(0, whole, step)]
+    if whole < columns:
+        parts.append((slice(whole, columns), columns - whole))
     found = [
         group_scales(
-            weight[start : start + group_size],
-            None if importance is None else importance[start : start + group_size],
+            weight[part].view(-1, size, out),
+            None if importance is None else importance[part].view(-1, size),
             bits,
             symmetric,
             clip_search,
         )
-        for start in range(0, weight.shape[0], group_size)
+        for part, size in parts
     ]
-    return torch.stack([scale for scale, _ in found]), torch.stack([zero for _, zero in found])
+    return torch.cat([scale for scale, _ in found]), torch.cat([zero for _, zero in found])

@@ -10,7 +10,7 @@ TOKENS = 8192  # of one product: bounds temporary memory
 
 
 def hessian(
-    inputs: "Tensor", weights: "Tensor | None" = None, *, tokens: int = TOKENS, columns: int = 512
+    inputs: "Tensor", weights: "Tensor | None" = None, *, tokens: int = TOKENS, columns: int = 192
 ) -> "Tensor":
     """The mean of w x xᵀ over inputs [tokens, in] float32 and their weights w [tokens] (None: 1 each), [in,
     in] float32: half the Hessian of the squared output error. Summed over `tokens` at a time; only the blocks

@@ -60,12 +60,17 @@ def output_shift(
     return result.div_(len(inputs)).addmm_(hessian, weight.T, alpha=-1)
 
 
-def shifted(weight: "Tensor", shift: "Tensor", hessian: "Tensor", damp: float, share: float) -> "Tensor":
-    """`share` of the way from a weight [out, in] to W*, for the mean of x (y − W x)ᵀ [in, out].
+def shifted(
+    weights: "Sequence[Tensor]", shifts: "Sequence[Tensor]", hessian: "Tensor", damp: float, share: float
+) -> "list[Tensor]":
+    """`share` of the way from weights [out, in] that share their input to their W*, for the means of
+    x (y − W x)ᵀ, [in, out] each.
 
     `damp` times the mean diagonal is added to the Hessian, which holds back what the text barely
     determines."""
     import torch
 
     lower = torch.linalg.cholesky(damped(hessian, damp))
-    return weight + torch.cholesky_solve(shift, lower).T.mul_(share)
+    solved = torch.cholesky_solve(torch.cat(list(shifts), dim=1), lower).mul_(share)
+    parts = solved.split([len(weight) for weight in weights], dim=1)
+    return [weight + part.T for weight, part in zip(weights, parts, strict=True)]

@@ -30,10 +30,10 @@ def test_inputs_that_differ() -> None:
     data = arrays()
     t = tensors(data)
     (shift,) = target.input_shift([t["weight"]], t["inputs"], t["wanted"])
-    found = target.shifted(t["weight"], shift, statistics.hessian(t["inputs"]), 1e-7, 1.0)
+    (found,) = target.shifted([t["weight"]], [shift], statistics.hessian(t["inputs"]), 1e-7, 1.0)
     expected = np.linalg.lstsq(data["inputs"], data["wanted"] @ data["weight"].T, rcond=None)[0].T
     assert np.abs(found.numpy() - expected).max() < 1e-3
-    half = target.shifted(t["weight"], shift, statistics.hessian(t["inputs"]), 1e-7, 0.5)
+    (half,) = target.shifted([t["weight"]], [shift], statistics.hessian(t["inputs"]), 1e-7, 0.5)
     assert np.abs(half.numpy() - (expected + data["weight"]) / 2).max() < 1e-3
 
 
@@ -47,7 +47,7 @@ def test_residual_stream_that_differs(weighted: bool) -> None:
     shift = target.output_shift(
         t["weight"], t["bias"], t["inputs"], t["stream"], t["goal"], scale, importance, h
     )
-    found = target.shifted(t["weight"], shift, h, 1e-7, 1.0)
+    (found,) = target.shifted([t["weight"]], [shift], h, 1e-7, 1.0)
     root = np.ones(500) if importance is None else importance.numpy().astype(np.float64) ** 0.5
     wanted = (data["goal"] - data["stream"]) / scale - data["bias"]
     expected = np.linalg.lstsq(data["inputs"] * root[:, None], wanted * root[:, None], rcond=None)[0].T
