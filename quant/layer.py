@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ..errors import QuantizationError
 from ..models.source import ModelSource
 from ..models.spec import ModelSpec
-from .forward import forward_layer, layer_stages, to_torch
+from .forward import fast_dtype, forward_layer, layer_stages, to_torch
 from .gptq import quantize_gptq, relative_error
 from .mlp import Stage
 from .packing import QuantizedTensor, round_to_f16
@@ -44,6 +44,8 @@ def quantize_layer(
     name. Without a reference nothing that went wrong before is made good, and tokens weigh the same; so it is
     in a layer with a mixture, where the float model routes other tokens to an expert.
     """
+    import torch
+
     spec = source.spec
     result = QuantizedLayer()
     tensors, errors = result.tensors, result.errors
@@ -53,9 +55,12 @@ def quantize_layer(
     for name in exact.keys() - linear_names:
         tensors[name] = rounded = round_to_f16(source.tensor(name), name)
         weights[name] = to_torch(rounded)
-    theirs = None
-    if reference is not None and spec.mixture_of(layer) is None:
-        theirs = _Twin(spec, layer, exact, reference)
+    theirs, kind = None, torch.float32
+    if spec.mixture_of(layer) is None:
+        kind = fast_dtype()
+        if reference is not None:
+            fast = {name: exact[name].to(kind) for name in linear_names}
+            theirs = _Twin(spec, layer, exact | fast, reference)
     for stage in layer_stages(spec, layer, weights, hidden):
         result.starved_experts += stage.starved
         names = [linear.name for linear in stage.linears]
@@ -69,7 +74,7 @@ def quantize_layer(
         for name, target in wanted.items():
             dequantized = to_torch(tensors[name])
             errors[name] = relative_error(target, dequantized, h)
-            weights[name] = dequantized
+            weights[name] = dequantized.to(kind)
     if not bool(hidden.isfinite().all()):
         raise QuantizationError(f"layer {layer}: its output on the calibration text is not finite")
     if reference is not None and theirs is None:
