@@ -2,16 +2,19 @@
 
     python benchmarks/quantize.py                                  # smollm2, the rows below
     python benchmarks/quantize.py --row balanced --row 'balanced {"group_size": 64}'
-    python benchmarks/quantize.py --gptqmodel-python .venv-gptqmodel/bin/python
+    python benchmarks/quantize.py --gptqmodel-python .venv-gptqmodel/bin/python \\
+        --llamacpp-python .venv-llamacpp/bin/python
+    python benchmarks/quantize.py --add --row fast                 # that row anew, the others kept
 
-A row is a recipe's name with settings that replace its own, and `rotated` before it for the same model with
-its residual stream rotated (`rotated.py`). Each row is a process of its own. The time is that of `quantize`
-with opening the model and reading the calibration text, without importing torch; the memory is the process's
-peak by the end of it. Quality is computed afterwards in torch float32 over the dequantized weights, 8-bit
+A row is a recipe's name with settings that replace its own, or a peer's name, and `rotated` before it for the
+same model with its residual stream rotated (`rotated.py`). Each row is a process of its own. The time is that
+of `quantize` with opening the model and reading the calibration text, without importing torch and writing;
+the memory is the process's peak by the end of it. Quality is computed afterwards in torch float32 over the dequantized weights, 8-bit
 embedding and head included: perplexity, KL divergence to the float model and agreement of the most likely
 token, on 40 windows of 512 tokens of the odd entries of `pydoc_data.topics` (calibration takes the even ones)
 and on other texts. With `--gptqmodel-python`, GPTQModel quantizes the same weights on the same windows with 4
-bits, symmetric, group 64. Prints a table, and writes JSON.
+bits, symmetric, group 64; with `--llamacpp-python`, llama.cpp makes Q4_0 and Q4_K_M of them, with its own
+types of embedding and head. Writes JSON after each row, and prints a table and which rows failed.
 """
 
 import argparse
@@ -20,20 +23,21 @@ import os
 import platform
 import resource
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from quantize_quality import compare, ends_of, windows_of
+from peers import default_gguf
+from quantize_peers import LLAMACPP_KINDS, ChildError, measure_gptqmodel, measure_llamacpp, run
+from quantize_quality import compare, encoder, ends_of, windows_of
 from rotated import RotatedSource
 
 from nybble.models import ModelSource, open_source
-from nybble.quant.packing import QuantizedTensor, from_gptq, quantize_head
 from nybble.quant.recipe import Recipe
 from nybble.quant.recipe_files import load_recipe
 
@@ -44,17 +48,29 @@ ROWS = (
     "best",
     'balanced {"symmetric": true, "group_size": 64}',
     'balanced {"symmetric": true}',
+    'balanced {"group_size": 64}',
     f"balanced {PLAIN}}}",
     f'balanced {PLAIN}, "symmetric": true, "group_size": 64}}',
     'fast {"symmetric": true, "group_size": 64}',
     'balanced {"bits": 8, "group_size": 64, "symmetric": true}',
+    'fast {"bits": 8, "group_size": 64, "symmetric": true}',
     "rotated fast",
     f"rotated balanced {PLAIN}}}",
     "rotated balanced",
     "rotated best",
+    # Each step of `balanced` left out.
+    'balanced {"correction": 0}',
+    'balanced {"weigh_tokens": false}',
+    'balanced {"sweeps": 0}',
+    'balanced {"clip_search": false}',
+    'balanced {"act_order": "none"}',
+    # A budget of bits.
+    'balanced {"average_bits": 4.4}',
+    'balanced {"average_bits": 4.5}',
+    'balanced {"average_bits": 4.75}',
+    'balanced {"average_bits": 5}',
 )
 RESULTS = Path(__file__).parent / "results" / "quantize.json"
-PEER = Path(__file__).parent / "quantize_gptqmodel.py"
 
 
 def row_recipe(row: str) -> Recipe:
@@ -65,13 +81,6 @@ def row_recipe(row: str) -> Recipe:
 def row_source(model: str, row: str) -> ModelSource:
     source = open_source(model)
     return RotatedSource(source) if row.startswith("rotated ") else source
-
-
-def encoder(source: ModelSource) -> Any:
-    from nybble.runtime.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer(source.tokenizer_files)
-    return lambda text: tokenizer.encode(text, add_special_tokens=False)
 
 
 def peak_bytes() -> int:
@@ -126,80 +135,6 @@ def measure_reference(model: str, threads: int, reference: Path) -> dict[str, An
     return {"texts": compare(source, windows, None, ends)}
 
 
-class GptqFolder:
-    """A GPTQ checkpoint in one safetensors file, with the 8-bit embedding and head that ours has."""
-
-    def __init__(self, folder: Path, source: ModelSource, recipe: Recipe) -> None:
-        from safetensors import safe_open
-
-        self.spec, self._source, self._recipe = source.spec, source, recipe
-        self._format = json.loads((folder / "quantize_config.json").read_text())["checkpoint_format"]
-        self._file = safe_open(next(iter(folder.glob("*.safetensors"))), "np")
-        self._names = set(self._file.keys())
-
-    def tensor(self, name: str) -> QuantizedTensor | NDArray[np.float32]:
-        if name in (self.spec.embedding_name, self.spec.head_name):
-            return quantize_head(self._source.tensor(name))
-        stem = name.removesuffix(".weight")
-        if f"{stem}.qweight" not in self._names:
-            return self._source.tensor(name)
-        parts = {
-            part: self._file.get_tensor(f"{stem}.{part}") for part in ("qweight", "qzeros", "scales", "g_idx")
-        }
-        bits, group_size = self._recipe.bits, self._recipe.group_size
-        return from_gptq(**parts, bits=bits, group_size=group_size, checkpoint_format=self._format, name=name)
-
-
-def write_for_peer(source: ModelSource, recipe: Recipe, folder: Path) -> None:
-    """The model as a float32 Hugging Face folder, and the calibration windows beside it."""
-    from safetensors.numpy import save_file
-
-    from nybble.quant.calibration import load_calibration
-
-    config = {**source.config, "torch_dtype": "float32"}
-    (folder / "config.json").write_text(json.dumps(config))
-    for name, content in source.tokenizer_files.items():
-        (folder / name).write_bytes(content)
-    tensors = {name: source.tensor(name) for name in source.spec.tensors()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    calibration = load_calibration(None, encode=encoder(source), recipe=recipe)
-    np.save(folder / "calibration.npy", calibration.token_ids)
-
-
-def measure_gptqmodel(model: str, row: str, threads: int, python: str, reference: Path) -> dict[str, Any]:
-    import torch
-
-    recipe, source = Recipe(), row_source(model, row)
-    with tempfile.TemporaryDirectory() as name:
-        original, output = Path(name) / "model", Path(name) / "quantized"
-        original.mkdir()
-        write_for_peer(source, recipe, original)
-        settings = {
-            "bits": recipe.bits,
-            "group_size": recipe.group_size,
-            "sym": recipe.symmetric,
-            "desc_act": recipe.desc_act,
-        }
-        command = [python, str(PEER), str(original), str(output), json.dumps(settings)]
-        figures = json.loads(run(command, threads).splitlines()[-1])
-        peer = GptqFolder(output, source, recipe)
-        ends = torch.load(reference, weights_only=False)
-        return figures | {
-            "bits_per_weight": bits_per_weight(source, recipe),
-            "texts": compare(peer, windows_of(source), ends),
-        }
-
-
-def run(command: list[str], threads: int) -> str:
-    """A child's standard output; its standard error is shown only where it fails."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    environment["GPTQMODEL_CPU_WORKERS"] = str(max(2, threads))  # with fewer it does not start
-    child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if child.returncode:
-        sys.exit(f"{' '.join(command[:3])} ... failed:\n{child.stderr[-4000:]}")
-    return child.stdout
-
-
 def show(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -233,9 +168,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2", help="a Hugging Face folder, a GGUF file, or smollm2")
-    parser.add_argument("--row", action="append", help="may be repeated")
+    parser.add_argument("--row", action="append", help="one of the table's; may be repeated")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--gptqmodel-python", help="a Python in which GPTQModel is installed")
+    parser.add_argument("--llamacpp-python", help="a Python in which llama-cpp-python is installed")
     parser.add_argument("--add", action="store_true", help="keep the rows that the output has")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--reference", type=Path, help=argparse.SUPPRESS)
@@ -261,18 +197,44 @@ def main() -> None:
         rows = [{"name": "float32", **child("reference")}]
         if arguments.add and arguments.output.exists():
             rows += json.loads(arguments.output.read_text())["rows"][1:]
-        for row in arguments.row or ROWS:
-            rows = [x for x in rows if x["name"] != row]
-            rows.append({"name": row, **child(row)})
-            print(f"{row}: {rows[-1]['texts']}", file=sys.stderr, flush=True)
+        peers = peer_work(arguments, reference)
+        failed = []
+        for name in arguments.row or [*ROWS, *peers]:
+            try:
+                found = {"name": name, **(peers[name]() if name in peers else child(name))}
+            except ChildError as error:
+                failed.append(name)
+                print(f"{name}: {error}", file=sys.stderr, flush=True)
+                continue
+            rows = [*(x for x in rows if x["name"] != name), found]
+            print(f"{name}: {found['texts']}", file=sys.stderr, flush=True)
             write(arguments.output, model, threads, rows)
-        if arguments.gptqmodel_python:
-            for row in ("original", "rotated "):
-                figures = measure_gptqmodel(model, row, threads, arguments.gptqmodel_python, reference)
-                name = f"{row} GPTQModel {figures['version']}".replace("original ", "").replace("  ", " ")
-                rows = [*(x for x in rows if x["name"] != name), {"name": name, **figures}]
-                write(arguments.output, model, threads, rows)
     show(rows)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def peer_work(arguments: argparse.Namespace, reference: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    """What is to be done by others, by the row's name."""
+    model, threads = arguments.model, arguments.threads
+    gguf = default_gguf() if model == "smollm2" else Path(model)
+
+    def gptqmodel(prefix: str) -> dict[str, Any]:
+        return measure_gptqmodel(row_source(model, prefix), threads, arguments.gptqmodel_python, reference)
+
+    def llamacpp(prefix: str, kind: str) -> dict[str, Any]:
+        source, python = row_source(model, prefix), arguments.llamacpp_python
+        assert gguf is not None
+        return measure_llamacpp(source, gguf, threads, python, reference, kind)
+
+    found: dict[str, Callable[[], dict[str, Any]]] = {}
+    for prefix in ("", "rotated "):
+        if arguments.gptqmodel_python:
+            found[f"{prefix}GPTQModel"] = partial(gptqmodel, prefix)
+        if arguments.llamacpp_python:
+            for kind in LLAMACPP_KINDS:
+                found[f"{prefix}llama.cpp {kind}"] = partial(llamacpp, prefix, kind)
+    return found
 
 
 def write(output: Path, model: str, threads: int, rows: list[dict[str, Any]]) -> None:

@@ -43,14 +43,20 @@ def texts() -> dict[str, str]:
     return found
 
 
+def encoder(source: ModelSource) -> Any:
+    from nybble.runtime.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(source.tokenizer_files)
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+
 def windows_of(source: ModelSource) -> dict[str, NDArray[np.int64]]:
     """Token windows [windows, seq_len] of each text."""
     from nybble.quant.quality import evaluation_windows
-    from nybble.runtime.tokenizer import Tokenizer
 
-    tokenizer, found = Tokenizer(source.tokenizer_files), {}
+    encode, found = encoder(source), {}
     for name, text in texts().items():
-        ids = np.asarray(tokenizer.encode(text, add_special_tokens=False))
+        ids = np.asarray(encode(text))
         found[name] = evaluation_windows(ids, min(WINDOWS[name], len(ids) // LENGTH), LENGTH)
     return found
 
