@@ -9,12 +9,13 @@
 A row is a recipe's name with settings that replace its own, or a peer's name, and `rotated` before it for the
 same model with its residual stream rotated (`rotated.py`). Each row is a process of its own. The time is that
 of `quantize` with opening the model and reading the calibration text, without importing torch and writing;
-the memory is the process's peak by the end of it. Quality is computed afterwards in torch float32 over the dequantized weights, 8-bit
-embedding and head included: perplexity, KL divergence to the float model and agreement of the most likely
-token, on 40 windows of 512 tokens of the odd entries of `pydoc_data.topics` (calibration takes the even ones)
-and on other texts. With `--gptqmodel-python`, GPTQModel quantizes the same weights on the same windows with 4
-bits, symmetric, group 64; with `--llamacpp-python`, llama.cpp makes Q4_0 and Q4_K_M of them, with its own
-types of embedding and head. Writes JSON after each row, and prints a table and which rows failed.
+the memory is the process's peak by the end of it. Quality is computed afterwards in torch float32 over the
+dequantized weights, 8-bit embedding and head included: perplexity, KL divergence to the float model and
+agreement of the most likely token, on 40 windows of 512 tokens of the odd entries of `pydoc_data.topics`
+(calibration takes the even ones) and on other texts. With `--gptqmodel-python`, GPTQModel quantizes the same
+weights on the same windows with 4 bits, symmetric, group 64; with `--llamacpp-python`, llama.cpp makes Q4_0
+and Q4_K_M of them, with its own types of embedding and head. Writes JSON after each row, and prints a table
+and which rows failed.
 """
 
 import argparse

@@ -31,8 +31,10 @@ COLUMNS = 100_000
 
 
 def candidates(recipe: Recipe) -> tuple[LinearFormat, ...]:
-    """The formats that a linear layer may get."""
-    four = [LinearFormat(4, size, recipe.symmetric) for size in (64, 32)]
+    """The formats that a linear layer may get: symmetric ones always, with zero points if the recipe has
+    them."""
+    kinds = (True,) if recipe.symmetric else (True, False)
+    four = [LinearFormat(4, size, symmetric) for size in (64, 32) for symmetric in kinds]
     return (*four, LinearFormat(8, 64, True))
 
 

@@ -57,7 +57,8 @@ def quantize_layer(
         weights[name] = to_torch(rounded)
     theirs, kind = None, torch.float32
     if spec.mixture_of(layer) is None:
-        kind = fast_dtype()
+        # Beside what rounding to 4 bits does bfloat16 is nothing; beside 8 bits it is not.
+        kind = fast_dtype() if recipe.bits == 4 else torch.float32
         if reference is not None:
             fast = {name: exact[name].to(kind) for name in linear_names}
             theirs = _Twin(spec, layer, exact | fast, reference)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from nybble.errors import CalibrationError, QuantizationError, SettingError
 from nybble.models import open_source
 from nybble.models.source import ModelSource
+from nybble.quant import layer
 from nybble.quant.calibration import Calibration
 from nybble.quant.model import QuantizedModel
 from nybble.quant.packing import QuantizedTensor, quantize_head
@@ -100,6 +101,18 @@ def test_model_is_closer_than_with_rounding(source: ModelSource, gptq_model: Qua
     eight = quantize(source, replace(RECIPE, bits=8), calibration())
     found = kl_divergence(reference, logits_function(DequantizedModel(eight))(ids)).mean()
     assert found < 0.01 * divergence["gptq"]
+
+
+def test_calibration_in_bfloat16_is_as_good(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = np.random.default_rng(7).integers(0, 512, (16, 64))
+    reference = logits_function(source)(ids)
+    recipe = replace(RECIPE, weigh_tokens=True, sweeps=2)
+    found = {}
+    for kind in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(layer, "fast_dtype", lambda kind=kind: kind)
+        model = quantize(source, recipe, calibration(), threads=1)
+        found[kind] = kl_divergence(reference, logits_function(DequantizedModel(model))(ids)).mean()
+    assert found[torch.bfloat16] == pytest.approx(found[torch.float32], rel=0.05)
 
 
 @pytest.mark.parametrize(
