@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import QuantizationError
+from .columns import round_columns
 from .packing import QuantizedTensor
 from .recipe import Recipe
 from .refine import refine
@@ -116,35 +117,37 @@ def _visit_columns(
     [in, out] is used up."""
     import torch
 
-    top, columns = (1 << recipe.bits) - 1, weight.shape[0]
+    columns = weight.shape[0]
     if grid is None:
         scale, zero = weight.new_empty(2, -(-columns // group_size), weight.shape[1])
-        groups = (torch.arange(columns) // group_size).tolist()
+        groups = torch.arange(columns, dtype=torch.int32) // group_size
     else:
         scale, zero = grid
-        groups = (order // group_size).tolist()
+        groups = (order // group_size).int()
     diagonal = hessian.diagonal()
     codes = torch.empty_like(weight)
     errors = weight.new_empty(BLOCK, weight.shape[1])
     passed_on = factor / factor.diagonal()[:, None]
-    rows = (weight.unbind(0), codes.unbind(0), passed_on.unbind(0), groups)
-    visited, scales, zeros = list(zip(*rows, strict=True)), scale.unbind(0), zero.unbind(0)
     for start in range(0, columns, BLOCK):
-        end = min(start + BLOCK, columns)
+        part = slice(start, min(start + BLOCK, columns))
         if grid is None and start % group_size == 0:
-            part = slice(start, start + group_size)
+            first = slice(start, start + group_size)
             found = group_scales(
-                weight[part], diagonal[part], recipe.bits, recipe.symmetric, recipe.clip_search
+                weight[first], diagonal[first], recipe.bits, recipe.symmetric, recipe.clip_search
             )
             scale[start // group_size], zero[start // group_size] = found
-        for column, error in zip(range(start, end), errors, strict=False):
-            row, code, share, group = visited[column]
-            torch.div(row, scales[group], out=code).round_().add_(zeros[group]).clamp_(0, top)
-            torch.sub(code, zeros[group], out=error).mul_(scales[group])
-            torch.sub(row, error, out=error)
-            if column + 1 < end:
-                weight[column + 1 : end].addr_(share[column + 1 : end], error, alpha=-1)
-        weight[end:].addmm_(passed_on[start:end, end:].T, errors[: end - start], alpha=-1)
+        found_errors = errors[: part.stop - start]
+        round_columns(
+            weight[part],
+            passed_on[part, part],
+            scale,
+            zero,
+            groups[part],
+            recipe.bits,
+            codes[part],
+            found_errors,
+        )
+        weight[part.stop :].addmm_(passed_on[part, part.stop :].T, found_errors, alpha=-1)
     return codes, scale, zero
 
 

@@ -20,6 +20,7 @@ from .bnb import quantize_int8, quantize_nf4
 from .budget import check_budget, spend
 from .calibration import Calibration
 from .checkpoint import Checkpoint, Kept
+from .columns import COMPILED
 from .forward import embed, fast_dtype, to_torch
 from .layer import quantize_layer
 from .model import QuantizedModel
@@ -226,7 +227,11 @@ def run_key(source: ModelSource, recipe: Recipe, calibration: Calibration | None
         "calibration text": None if text is None else hashlib.sha256(text.tobytes()).hexdigest(),
         "version of a library": [__version__, np.__version__, torch.__version__],
         "number of threads": torch.get_num_threads(),
-        "instruction set": [torch.backends.cpu.get_cpu_capability(), str(fast_dtype())],
+        "instruction set": [
+            torch.backends.cpu.get_cpu_capability(),
+            str(fast_dtype()),
+            "compiled" if COMPILED else "torch",
+        ],
     }
 
 

@@ -10,6 +10,7 @@ Nothing that is done raises the error. All rows go at once, on transposed weight
 
 from typing import TYPE_CHECKING
 
+from .columns import descend_codes
 from .scales import SMALLEST_SCALE
 from .threads import one_thread
 
@@ -88,21 +89,10 @@ def descend(
     """
     import torch
 
-    top, last = (1 << bits) - 1, len(codes) - 1
-    best, change = torch.empty_like(codes), torch.empty_like(scale)
-    # In steps of the scale; a row is up to date when its turn comes.
     steps = gradient / scale
-    rows = zip(
-        hessian.diagonal().tolist(), hessian.unbind(0), codes.unbind(0), best.unbind(0), steps.unbind(0),
-        strict=True,
-    )  # fmt: skip
-    for row, (pivot, of_row, code, chosen, step) in enumerate(rows):
-        torch.sub(code, step, alpha=1 / pivot, out=chosen).round_().clamp_(0, top)
-        if row < last:
-            torch.sub(chosen, code, out=change)
-            steps[row + 1 :].addr_(of_row[row + 1 :], change)
-    moved = (best - codes).mul_(scale)
-    codes.copy_(best)
+    moved = torch.empty_like(codes)
+    descend_codes(hessian, steps, bits, codes, moved)
+    moved *= scale
     error += moved
     gradient.addmm_(hessian, moved)
 

@@ -25,7 +25,7 @@ PACKING = tuple(  # numpy only
 # DESIGN's table. A name covers what is inside it; every room may import itself and what ANYONE lists.
 MAY_IMPORT = {
     "models": (),
-    "quant": ("models",),
+    "quant": ("models", "_kernels"),
     "export": ("models", *PACKING, "quant.recipe", "quant.model"),
     "kvcache": (),
     "devices": ("models", "quant.recipe", "_kernels"),

@@ -26,6 +26,29 @@ def multiply(
     """`y[:, :rows] = x Wᵀ` as the decoder computes it, on one thread: `x` [M, columns], `y` [M, rows padded
     to 16]. `panel` takes the path for many tokens. Raises `ValueError` naming the argument."""
 
+def round_columns(
+    weight: NDArray[np.float32],
+    passed_on: NDArray[np.float32],
+    scale: NDArray[np.float32],
+    zero: NDArray[np.float32],
+    group: NDArray[np.int32],
+    bits: int,
+    codes: NDArray[np.float32],
+    errors: NDArray[np.float32],
+) -> None:
+    """GPTQ's loop over the columns of one block; shapes as in `quant.columns.round_columns`. Raises
+    `ValueError` naming the argument."""
+
+def descend_codes(
+    hessian: NDArray[np.float32],
+    steps: NDArray[np.float32],
+    bits: int,
+    codes: NDArray[np.float32],
+    change: NDArray[np.float32],
+) -> None:
+    """Codes of one block take their best values in order; shapes as in `quant.columns.descend_codes`. Raises
+    `ValueError` naming the argument."""
+
 class DecoderBuilder:
     """Collects a decoder's weights; the arrays are kept and not copied."""
 

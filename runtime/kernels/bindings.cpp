@@ -9,6 +9,7 @@ namespace nb = nanobind;
 namespace nybble {
 void bind_decoder(nb::module_& m);
 void bind_measure(nb::module_& m);
+void bind_rounding(nb::module_& m);
 void bind_sampler(nb::module_& m);
 }  // namespace nybble
 
@@ -39,5 +40,6 @@ NB_MODULE(_kernels, m) {
     m.def("cpu_info", &cpu_info_dict, "What this CPU is: its brand, usable instruction sets and caches.");
     nybble::bind_decoder(m);
     nybble::bind_measure(m);
+    nybble::bind_rounding(m);
     nybble::bind_sampler(m);
 }
