@@ -58,7 +58,7 @@ def quantize_layer(
     theirs, kind = None, torch.float32
     if spec.mixture_of(layer) is None:
         # Beside what rounding to 4 bits does bfloat16 is nothing; beside 8 bits it is not.
-        kind = fast_dtype() if recipe.bits == 4 else torch.float32
+        kind = fast_dtype() if recipe.bits <= 4 else torch.float32
         if reference is not None:
             fast = {name: exact[name].to(kind) for name in linear_names}
             theirs = _Twin(spec, layer, exact | fast, reference)
