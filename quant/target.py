@@ -72,5 +72,5 @@ def shifted(
 
     lower = torch.linalg.cholesky(damped(hessian, damp))
     solved = torch.cholesky_solve(torch.cat(list(shifts), dim=1), lower).mul_(share)
-    parts = solved.split([len(weight) for weight in weights], dim=1)
+    parts = torch.split(solved, [len(weight) for weight in weights], dim=1)
     return [weight + part.T for weight, part in zip(weights, parts, strict=True)]
