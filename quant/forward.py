@@ -48,7 +48,7 @@ def fast_dtype() -> "dtype":
     instruction for that, twice as fast, else float32."""
     import torch
 
-    # torch before 2.10 does not say what the CPU has.
+    # An older torch does not say what the CPU has.
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return torch.bfloat16 if capabilities.get("avx512_bf16") else torch.float32
 
