@@ -59,12 +59,16 @@ ROWS = (
     f"rotated balanced {PLAIN}}}",
     "rotated balanced",
     "rotated best",
-    # Each step of `balanced` left out.
+    # Each step of `balanced` left out, and more of the correction.
     'balanced {"correction": 0}',
+    'balanced {"correction": 1}',
     'balanced {"weigh_tokens": false}',
     'balanced {"sweeps": 0}',
     'balanced {"clip_search": false}',
     'balanced {"act_order": "none"}',
+    # Rates of tuning below that of `best`.
+    'best {"tune_rate": 0.0005}',
+    'best {"tune_rate": 0.00025}',
     # A budget of bits.
     'balanced {"average_bits": 4.4}',
     'balanced {"average_bits": 4.5}',
