@@ -91,7 +91,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
-        figures = [f"{row['seconds']:.0f}", f"{row['cpu_seconds']:.0f}"]
+        figures = [f"{row[key]:.0f}" if key in row else "" for key in ("seconds", "cpu_seconds")]
         table.add_row(row["name"], *figures, *(f"{row['errors'][name] * 1000:.2f}" for name in names))
     Console(width=130).print(table)
 
