@@ -292,6 +292,8 @@ def test_the_buffers_and_what_a_step_reads_are_known_before(tied: Model) -> None
     head = source.linear(tied.spec.embedding_name)
     assert buffer_bytes(source, EVERYTHING) == max(sizes)
     assert EVERYTHING.stream_buffer_bytes(sizes, head.tile_bytes) == 2 * max(sizes)
+    for size in (3 << 20, 3_000_000):  # whole huge pages
+        assert EVERYTHING.stream_buffer_bytes([size] * LAYERS, head.tile_bytes) == 6 << 20
     assert streamed_bytes(source, EVERYTHING) == sum(sizes) + head.tiles.nbytes
     assert streamed_bytes(source, ResidencyPlan(LAYERS, (1,))) == sizes[1]
     assert ResidencyPlan(LAYERS).stream_buffer_bytes(sizes, head.tile_bytes) == 0
