@@ -7,8 +7,8 @@ from .packed_sizes import packed_bytes
 from .residency import ResidencyPlan
 
 # One buffer is read into while another is used: a third hides an uneven disk, and a fourth keeps it busy
-# where layers are small. Of SmolLM2, whose layers take 2 MB, as much memory held one layer less with four of
-# them, and a step took 3 % less time; with six it took 20 % more.
+# where layers are small. Of SmolLM2, whose layers take 2 MB, as much memory holds one layer less with four of
+# them, and a step took 2 to 6 % less time; with six, which leave three less, 15 % more.
 BUFFERS, MOST_BUFFERS, LEAST_BUFFERS = 3, 4, 2
 MOST_BYTES = 8 << 20  # of four buffers
 

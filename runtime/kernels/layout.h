@@ -41,7 +41,6 @@ struct PackedLinear {
     int bits = 4;
     WeightKind kind = WeightKind::kSymmetric;
     int slices_per_group = 1;
-    bool passing = false;  // in memory that is read into again after this step: no cache should keep it
 
     int tile_count() const { return (rows + kTileRows - 1) / kTileRows; }
     int slices() const { return slices_of(columns); }

@@ -29,7 +29,6 @@ StreamSettings stream_weights(DecoderWeights& weights, const StreamPlaces& place
         layer.streamed = true;
         for (int i = 0; i < layer.linear_count(); ++i) {
             layer.linear(i).tiles = nullptr;
-            layer.linear(i).passing = true;
             layer.place(i) = static_cast<size_t>(place.tiles[i] - place.offset);
         }
         settings.ranges.push_back({place.offset, place.bytes, "layer " + std::to_string(place.layer)});
@@ -52,7 +51,6 @@ StreamSettings stream_weights(DecoderWeights& weights, const StreamPlaces& place
         const int64_t begins = places.head_tiles + static_cast<int64_t>(tile_bytes) * first;
         const size_t place = static_cast<size_t>(begins - aligned_down(begins));
         HeadPiece piece{weights.head, first * kTileRows, place};
-        piece.linear.passing = true;
         piece.linear.rows = std::min(weights.head.rows, end * kTileRows) - piece.first_row;
         weights.head_pieces.push_back(piece);
         settings.ranges.push_back(

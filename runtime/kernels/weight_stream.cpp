@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "aligned_buffer.h"
+#include "cache_lines.h"
 #include "direct_file.h"
 #include "read_queue.h"
 #include "tile_rows.h"
@@ -269,10 +270,10 @@ struct WeightStream::State {
     int32_t ids[kRowsAtOnce];
     int row_count = 0, rows_taken = 0, rows_missing = 0;
     uint64_t step = 0;
-    double waited = 0;    // seconds of this step, for reads
-    uint64_t epoch = 0;   // reads that began before a failure are of an earlier one
-    bool failed = false;  // nothing more is read
-    std::string problem;  // of the step
+    double waited = 0, waited_before = 0;  // seconds of this step and of the last one, for reads
+    uint64_t epoch = 0;                    // reads that began before a failure are of an earlier one
+    bool failed = false;                   // nothing more is read
+    std::string problem;                   // of the step
 
     Read reads[ReadQueue::kMost];  // by tag
     ReadQueue queue;               // ends before what it reads into
@@ -316,6 +317,7 @@ void WeightStream::begin_step(bool all) {
     if (in_step_ || s.failed) s.rewind();
     in_step_ = true;
     ++s.step;
+    s.waited_before = s.waited;
     s.waited = 0;
     s.step_end = all ? settings_.ranges.size() : settings_.every_step;
     s.ahead = false;
@@ -348,7 +350,14 @@ const uint8_t* WeightStream::acquire() {
     return slot.data;
 }
 
-void WeightStream::release() { ++state_->released; }
+// Where a virtual disk's data is copied into memory by another core, lines that a core of this process still
+// has slow that down by a half. It is worth its time only where that is waited for.
+void WeightStream::release() {
+    State& s = *state_;
+    const State::Slot& slot = s.slots[s.released % s.slots.size()];
+    if (s.waited + s.waited_before > 0) drop_from_caches(slot.data, settings_.ranges[slot.range].bytes);
+    ++s.released;
+}
 
 const uint8_t* WeightStream::rows(const int32_t* ids, int count) {
     State& s = *state_;

@@ -147,7 +147,6 @@ struct TileStreams {
         : header_bytes(w.header_bytes()),
           slice_bytes(w.slice_bytes()),
           slices_per_group(w.slices_per_group),
-          passing(w.passing),
           to_next_run(static_cast<size_t>(kStreams - 1) * w.tile_bytes()) {
         for (int n = 0; n < kStreams; ++n) p[n] = w.tiles + (tile + n) * w.tile_bytes();
         tail = p[0] + w.tile_bytes() - kPrefetchBytes;
@@ -168,7 +167,7 @@ struct TileStreams {
 #pragma GCC unroll 4
         for (int n = 0; n < kStreams; ++n) {
             at[n] = p[n];
-            for (int line = 0; line < slice_bytes; line += 64) fetch(p[n] + ahead + line);
+            for (int line = 0; line < slice_bytes; line += 64) prefetch(p[n] + ahead + line);
             p[n] += slice_bytes;
         }
     }
@@ -177,18 +176,9 @@ struct TileStreams {
     Header header[kStreams] = {};
 
   private:
-    void fetch(const uint8_t* at) const {
-        if (passing) {
-            __builtin_prefetch(at, 0, 0);
-        } else {
-            prefetch(at);
-        }
-    }
-
     const uint8_t* p[kStreams];
     const uint8_t* tail;
     const int header_bytes, slice_bytes, slices_per_group;
-    const bool passing;
     const size_t to_next_run;
     int left = 0;
 };
