@@ -16,7 +16,7 @@ from nybble.export.weights import LogicalTensor
 from nybble.models.open import open_source
 from nybble.models.spec import ModelSpec, RopeSpec
 from nybble.quant.packing import QuantizedTensor
-from nybble.quant.packing_rows import MatrixRows
+from nybble.quant.packing_rows import ROW_STEP, MatrixKind, MatrixRows
 from nybble.quant.recipe import Recipe
 from nybble.runtime.packed_cache import load_packed
 from nybble.runtime.packed_weights import PackedSource
@@ -59,31 +59,43 @@ class SeededModel:
 
     def tensor(self, name: str) -> LogicalTensor:
         """`LogicalWeights`: seeded by the tensor's name, and of a size that keeps activations ordinary."""
+        if (matrix := self.matrix(name)) is not None:
+            whole = matrix.whole()
+            assert isinstance(whole, QuantizedTensor)
+            return whole
         shape = self.spec.tensors()[name]
         if len(shape) == 1:
             return np.ones(shape, np.float32)
-        random = np.random.default_rng(list(name.encode()))
-        if name in self.spec.float_names:  # a router or gate
-            return random.normal(size=shape, scale=shape[1] ** -0.5).astype(np.float32)
-        ends = name in (self.spec.embedding_name, self.spec.head_name)
-        bits = 8 if ends else self.recipe.bits
-        group = 32 if ends else shape[1] if self.recipe.group_size == -1 else self.recipe.group_size
-        groups = (shape[0], -(-shape[1] // group))
-        packed = np.frombuffer(random.bytes(shape[0] * shape[1] * bits // 8), np.uint8)
-        scale = 1 / (2 ** (bits - 1) * shape[1] ** 0.5)
-        symmetric = ends or self.recipe.symmetric
-        return QuantizedTensor(
-            packed.reshape(shape[0], -1),
-            np.full(groups, scale, np.float16),
-            None if symmetric else random.integers(6, 10, groups, dtype=np.uint8) << (bits - 4),
-            bits,
-            group,
-            shape[1],
-        )
+        random = np.random.default_rng(list(name.encode()))  # a router or gate
+        return random.normal(size=shape, scale=shape[1] ** -0.5).astype(np.float32)
 
     def matrix(self, name: str) -> MatrixRows | None:
-        tensor = self.tensor(name)
-        return MatrixRows.of(tensor) if isinstance(tensor, QuantizedTensor) else None
+        """A quantized weight, made some rows at a time: whole, the largest would take more memory than a
+        run of it."""
+        shape = self.spec.tensors()[name]
+        if len(shape) == 1 or name in self.spec.float_names:
+            return None
+        rows, columns = shape
+        ends = name in (self.spec.embedding_name, self.spec.head_name)
+        bits = 8 if ends else self.recipe.bits
+        group = 32 if ends else columns if self.recipe.group_size == -1 else self.recipe.group_size
+        groups = -(-columns // group)
+        symmetric = ends or self.recipe.symmetric
+        scale = np.float16(1 / (2 ** (bits - 1) * columns**0.5))
+
+        def read(begin: int, end: int) -> QuantizedTensor:
+            packed = np.empty((end - begin, columns * bits // 8), np.uint8)
+            zeros = np.empty((end - begin, groups), np.uint8)
+            for first in range(begin, end, ROW_STEP):
+                random = np.random.default_rng([*name.encode(), first])
+                some = slice(first - begin, min(first + ROW_STEP, end) - begin)
+                packed[some] = random.integers(0, 256, packed[some].shape, dtype=np.uint8)
+                zeros[some] = random.integers(6, 10, zeros[some].shape, dtype=np.uint8) << (bits - 4)
+            scales = np.full((end - begin, groups), scale)
+            return QuantizedTensor(packed, scales, None if symmetric else zeros, bits, group, columns)
+
+        kind: MatrixKind = "symmetric" if symmetric else "zeros"
+        return MatrixRows(rows, columns, bits, group, kind, None, read)
 
     def close(self) -> None:
         pass

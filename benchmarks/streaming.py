@@ -28,8 +28,9 @@ from peers import default_gguf, prepared
 from streaming_runs import against_disk, open_executor, step_seconds
 
 from nybble.devices.residency import ResidencyPlan
+from nybble.devices.streaming import buffers_of
 from nybble.export.artifact import open_artifact
-from nybble.runtime.packed_cache import build_packed
+from nybble.runtime.packed_cache import build_packed, open_packed
 from nybble.runtime.packed_weights import FreshlyPacked
 from nybble.runtime.streaming import streamed_bytes
 
@@ -48,8 +49,9 @@ def half(artifact: Path, threads: int, steps: int, rounds: int, folder: Path) ->
     build_packed(file, FreshlyPacked(opened.weights("gptq")), opened.digest)
     everything = ResidencyPlan(spec.num_layers)
     source, resident = open_executor(file, spec, opened.digest, everything, threads, 8)
+    buffers = buffers_of(max(section.size for section in source.file.sections[1:]))
     for count in range(1, spec.num_layers + 1):
-        plan = ResidencyPlan.spread(spec.num_layers, count)
+        plan = ResidencyPlan.spread(spec.num_layers, count, buffers=buffers)
         if streamed_bytes(source, plan) >= resident.weight_bytes / 2:
             break
     _, streamed = open_executor(file, spec, opened.digest, plan, threads, 8)
@@ -64,6 +66,7 @@ def half(artifact: Path, threads: int, steps: int, rounds: int, folder: Path) ->
         "weight_bytes": resident.weight_bytes,
         "streamed_bytes": streamed_bytes(source, plan),
         "streamed_layers": len(plan.streamed_layers),
+        "buffers": buffers,
         "rounds": found,
         "share_of_bound": statistics.median(max(x["resident"], x["disk"]) / x["one"] for x in found),
         "eight_over_one": statistics.median(x["eight"] / x["one"] for x in found),
@@ -112,10 +115,13 @@ def peak_of(pid: int) -> int:
     return 1024 * int(line.split()[1])
 
 
-def own(file: Path, threads: int, steps: int, streamed: int, limit: int, artifact: Path | None) -> Limited:
-    """Nybble with so many layers and the head streamed."""
+def own(
+    file: Path, threads: int, steps: int, streamed: int, layer: int, limit: int, artifact: Path | None
+) -> Limited:
+    """Nybble with so many layers of so many bytes streamed, and the head of the large model."""
     command = [sys.executable, str(HERE / "streaming_child.py"), str(file), str(threads), str(steps)]
-    return in_limit([*command, str(streamed), *([str(artifact)] if artifact else [])], limit)
+    command += [str(streamed), str(buffers_of(layer)), *([str(artifact)] if artifact else [])]
+    return in_limit(command, limit)
 
 
 def mapped(python: Path, gguf: Path, threads: int, steps: int, limit: int) -> dict[str, Any]:
@@ -144,9 +150,9 @@ def large(threads: int, steps: int, file: Path, python: Path | None) -> dict[str
         write(file)
     size = file.stat().st_size
     layer = (size - SPEC.vocab_size * SPEC.hidden_size * 17 // 16) // SPEC.num_layers
-    resident = (BUDGET - OTHERS) // layer - ResidencyPlan(SPEC.num_layers).buffers
+    resident = (BUDGET - OTHERS) // layer - buffers_of(layer)
     limit = BUDGET * 11 // 10
-    ran = own(file, threads, steps, SPEC.num_layers - resident, limit, None)
+    ran = own(file, threads, steps, SPEC.num_layers - resident, layer, limit, None)
     if ran.found is None:
         raise SystemExit("the large model's process ended before its figures")
     rounds = ran.found["rounds"]
@@ -175,7 +181,9 @@ def small(artifact: Path, threads: int, steps: int, folder: Path, python: Path) 
     opened, file = open_artifact(artifact, "gptq"), folder / "small" / "packed.bin"
     build_packed(file, FreshlyPacked(opened.weights("gptq")), opened.digest)
     layers = opened.spec.num_layers
-    ran = own(file, threads, steps, layers // 2, SMALL_LIMIT, artifact)
+    everything = ResidencyPlan.spread(layers, layers)
+    layer = open_packed(file, opened.spec, opened.digest, everything).file.layer(0).size
+    ran = own(file, threads, steps, layers // 2, layer, SMALL_LIMIT, artifact)
     if ran.found is None:
         raise SystemExit("the small model's process ended before its figures")
     gguf = default_gguf()
@@ -217,22 +225,25 @@ def main() -> None:
         "command": f"python benchmarks/streaming.py {arguments.artifact.name} --threads {arguments.threads}",
         "machine": machine(),
         "threads": arguments.threads,
-        "busy_before": busy_between(),
     }
+    report.pop("busy_before", None)
+    busy = {"busy_before": busy_between(), "nice": os.nice(0)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         python = arguments.llamacpp_python
         if arguments.part in (None, "half"):
             (folder / "artifact").mkdir()
-            report["half"] = half(
+            report["half"] = busy | half(
                 arguments.artifact, arguments.threads, arguments.steps, arguments.rounds, folder
             )
         if arguments.part in (None, "small") and python is not None:
             (folder / "small").mkdir()
-            report["small"] = small(arguments.artifact, arguments.threads, arguments.steps, folder, python)
+            report["small"] = busy | small(
+                arguments.artifact, arguments.threads, arguments.steps, folder, python
+            )
         if arguments.part in (None, "large"):
             file = arguments.large_file or folder / "large" / "packed.bin"
-            report["large"] = large(arguments.threads, max(1, arguments.steps // 10), file, python)
+            report["large"] = busy | large(arguments.threads, max(1, arguments.steps // 10), file, python)
     table = Table("", "found", "goal")
     if (found := report.get("half")) is not None:
         for name in ("resident", "disk", "one", "eight"):

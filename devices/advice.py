@@ -99,7 +99,7 @@ def _changed(run: RunSettings) -> Iterator[tuple[tuple[str, ...], RunSettings]]:
 def _way(words: tuple[str, ...], run: RunSettings) -> Way:
     plan = plan_memory(run)
     if plan.residency.streams:  # no more of them than needs be
-        fewer = (replace(run, residency=residency) for residency in residencies(run.spec.num_layers))
+        fewer = (replace(run, residency=residency) for residency in residencies(run))
         run = next(some for some in fewer if plan_memory(some).fits)
         plan = plan_memory(run)
     speeds = predict(run, plan, Rates.of(run.profile))

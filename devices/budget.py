@@ -24,7 +24,7 @@ def plan_within(
     1. sequences at once, down to one; those that find no room wait;
     2. tokens of a step, down to 64: prompts are computed in smaller pieces;
     3. layers in memory: as few are streamed as need be, at equal distances;
-    4. the head in memory, then the third buffer;
+    4. the head in memory, then all but two buffers;
     5. the cache's type: `kv_dtypes` are those that may stand for `run.kv`, best first. Only this one changes
        what the model answers.
 
@@ -55,7 +55,7 @@ def _smaller(run: RunSettings) -> Iterator[RunSettings]:
     yield from (replace(run, token_budget=tokens) for tokens in steps)
     if run.executor == "cpu":
         run = replace(run, token_budget=steps[-1])
-        yield from (replace(run, residency=residency) for residency in residencies(run.spec.num_layers))
+        yield from (replace(run, residency=residency) for residency in residencies(run))
 
 
 def _with_most_tokens(run: RunSettings, tokens: int) -> RunSettings:

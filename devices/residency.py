@@ -6,6 +6,7 @@ from typing import Self
 
 from ..errors import SettingError
 
+HUGE_PAGE = 2 << 20  # what all buffers together are filled up to from there on
 PAGE = 4096  # what sections of the file of packed weights are multiples of, and direct reads of it
 
 
@@ -55,5 +56,6 @@ class ResidencyPlan:
         return max(largest, tile)
 
     def stream_buffer_bytes(self, layer_bytes: Sequence[int], head_tile_bytes: int) -> int:
-        """Bytes of all buffers."""
-        return self.buffers * self.buffer_bytes(layer_bytes, head_tile_bytes)
+        """Bytes of all buffers, in whole huge pages where they take one."""
+        total = self.buffers * self.buffer_bytes(layer_bytes, head_tile_bytes)
+        return total if total < HUGE_PAGE else -(-total // HUGE_PAGE) * HUGE_PAGE

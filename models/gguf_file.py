@@ -69,9 +69,33 @@ class GgufTensor:
     nbytes: int
 
 
+class StringArray:
+    """An array of strings as it lies in the file, decoded when it is asked for: a vocabulary takes longer
+    than all else in a header. `what` names it in messages of the file `where`."""
+
+    def __init__(self, count: int, raw: bytes, where: str, what: str) -> None:
+        self._count, self._raw, self._where, self._what = count, raw, where, what
+
+    def __len__(self) -> int:
+        return self._count
+
+    def decoded(self) -> list[str]:
+        """The strings. Raises `ModelFormatError` for one that is not UTF-8."""
+        raw, at, found = self._raw, 0, list[str]()
+        append, length_at = found.append, _U64
+        try:
+            for _ in range(self._count):
+                end = at + 8 + length_at(raw, at)[0]
+                append(raw[at + 8 : end].decode())
+                at = end
+        except UnicodeDecodeError:
+            raise _not_utf8(self._where, self._what, raw[at + 8 : end]) from None
+        return found
+
+
 @dataclass(frozen=True)
 class GgufHeader:
-    """Metadata values are int, float, bool, str, `list[str]`, or a numpy array of numbers. `nbytes` are the
+    """Metadata values are int, float, bool, str, `StringArray`, or a numpy array of numbers. `nbytes` are the
     file's bytes before the tensors."""
 
     version: int
@@ -215,6 +239,10 @@ def _place(entries: list[GgufTensor], start: int, size: int, where: str) -> dict
     return tensors
 
 
+def _not_utf8(where: str, what: str, raw: bytes) -> ModelFormatError:
+    return ModelFormatError(f"{where}: {what} is not UTF-8: {raw[:32]!r}")
+
+
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 64 else text[:61] + "..."
@@ -273,29 +301,32 @@ class _Cursor:
             raise self.error(f"{what} is {number}, more than the {self.size} bytes of the file can hold")
         return number
 
-    def strings(self, count: int, what: str) -> list[str]:
-        """As many calls of `string`, most of them without the calls: vocabularies have 100,000 of them."""
-        found: list[str] = []
-        append, length_at = found.append, _U64
-        while len(found) < count:
-            buffer, at, size = self.buffer, self.at, len(self.buffer)
+    def strings(self, count: int, what: str) -> StringArray:
+        """Goes past so many strings, most of them without a call for each: vocabularies have 100,000."""
+        parts, left, length_at = list[bytes](), count, _U64
+        while left > 0:
+            buffer, begin, size = self.buffer, self.at, len(self.buffer)
+            at = begin
             try:
-                for _ in range(count - len(found)):
+                for _ in range(left):
                     end = at + 8 + length_at(buffer, at)[0]
                     if end > size:
                         break
-                    append(buffer[at + 8 : end].decode())
                     at = end
-            except (struct.error, UnicodeDecodeError):  # the buffer's end, or what `string` reports
+                    left -= 1
+            except struct.error:  # the buffer's end
                 pass
+            parts.append(buffer[begin:at])
             self.at = at
-            if len(found) < count:
-                found.append(self.string(what))
-        return found
+            if left > 0:  # one that goes on past the buffer
+                length = self.take(8, what)
+                parts += length, self.take(int.from_bytes(length, "little"), what)
+                left -= 1
+        return StringArray(count, b"".join(parts), self.where, what)
 
     def string(self, what: str) -> str:
         raw = self.take(self.u64(what), what)
         try:
             return raw.decode()
         except UnicodeDecodeError:
-            raise self.error(f"{what} is not UTF-8: {raw[:32]!r}") from None
+            raise _not_utf8(self.where, what, raw) from None

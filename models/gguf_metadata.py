@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelFormatError, UnsupportedModelError
+from .gguf_file import StringArray
 
 
 class Metadata:
@@ -32,6 +33,11 @@ class Metadata:
         if value is None:
             raise ModelFormatError(f"{self.where}: the metadata lacks {key}")
         return value
+
+    def strings(self, key: str) -> list[str] | None:
+        """An array of strings, None where there is none."""
+        value: StringArray | None = self.get(key, StringArray, None, "an array of strings")
+        return None if value is None else value.decoded()
 
     def flag(self, key: str, default: bool) -> bool:
         return bool(self.get(key, bool, default, "a boolean"))

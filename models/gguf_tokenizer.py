@@ -8,6 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ..errors import ModelFormatError, UnsupportedModelError
+from .gguf_file import StringArray
 from .gguf_metadata import Metadata
 from .gguf_pretokenizers import PRETOKENIZERS, PreTokenizer
 
@@ -80,7 +81,7 @@ def tokenizer_files(meta: Metadata, vocab_size: int) -> Mapping[str, bytes]:
 
 def generation_config(meta: Metadata) -> dict[str, Any]:
     """`generation_config.json`: the beginning, the padding, and every token that ends a turn or a message."""
-    count = len(meta.get(_PREFIX + "tokens", list, [], "an array of strings"))
+    count = len(meta.get(_PREFIX + "tokens", StringArray, (), "an array of strings"))
     ends = [special_id(meta, role, count) for role in ("eos", "eot", "eom")]
     stops = list(dict.fromkeys(token for token in ends if token is not None))
     values = {
@@ -111,7 +112,7 @@ def _needed(meta: Metadata, role: str, token: int | None) -> int:
 
 
 def _tokens(meta: Metadata, vocab_size: int) -> list[str]:
-    tokens: list[str] | None = meta.get(_PREFIX + "tokens", list, None, "an array of strings")
+    tokens = meta.strings(_PREFIX + "tokens")
     if not tokens:
         raise ModelFormatError(f"{meta.where}: the metadata lacks tokenizer.ggml.tokens")
     if len(tokens) > vocab_size:
@@ -178,7 +179,7 @@ def _bpe(tokens: list[str], merges: list[tuple[str, str]], **settings: Any) -> d
 
 def _byte_level(meta: Metadata, tokens: list[str], pre: PreTokenizer) -> dict[str, Any]:
     """GPT-2's scheme: bytes as printable characters, merges by rank inside the pieces `pre` splits off."""
-    lines: list[str] | None = meta.get(_PREFIX + "merges", list, None, "an array of strings")
+    lines = meta.strings(_PREFIX + "merges")
     if lines is None:
         raise ModelFormatError(f"{meta.where}: the metadata lacks tokenizer.ggml.merges")
     known = set(tokens)

@@ -45,7 +45,7 @@ from .packed_weights import (
     PackingSource,
     tiles_bytes,
 )
-from .unmapped import Section, SectionedFile, crc32_of, forget, read_array
+from .unmapped import Section, SectionedFile, crc32_of, forget, read_array, set_apart
 
 MAGIC = b"NYBPACK\0"
 FORMAT_VERSION = 1
@@ -203,9 +203,7 @@ def read_packed(
     end = preamble.table_offset + preamble.table_bytes
     if end != status.st_size or preamble.table_offset % PAGE or preamble.table_bytes > MAX_TABLE_BYTES:
         raise UnusableFile(f"it has {status.st_size} bytes; its preamble says {end}")
-    mapped = mmap.mmap(descriptor, end, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    content = np.frombuffer(mapped, np.uint8)
-    raw = content[preamble.table_offset :].tobytes()
+    raw = os.pread(descriptor, preamble.table_bytes, preamble.table_offset)
     if zlib.crc32(raw) != preamble.table_crc:
         raise UnusableFile("the CRC-32 of its table differs")
     try:
@@ -215,6 +213,12 @@ def read_packed(
         raise UnusableFile(f"its table is damaged: {error}") from None
     if sections != expected:
         raise UnusableFile("its table is not that of this model")
+    mapped = mmap.mmap(descriptor, end, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    content = np.frombuffer(mapped, np.uint8)
+    if residency is not None:
+        for number, section in enumerate(expected):
+            if _is_streamed(residency, number):
+                set_apart(mapped, section["offset"], section["size"])
     linears, vectors = {}, {}
     for number, (shapes, section) in enumerate(zip(sections_of(spec), expected, strict=True)):
         streamed = residency is not None and _is_streamed(residency, number)

@@ -1,6 +1,7 @@
-"""Parts of a file of packed weights that do not stay in memory: read without a mapping, and forgotten by the
-page cache."""
+"""Parts of a file of packed weights that do not stay in memory: read without a mapping, forgotten by the page
+cache, and set apart in the mapping of the others."""
 
+import mmap
 import os
 import weakref
 import zlib
@@ -41,6 +42,16 @@ class SectionedFile:
 
     def layer(self, layer: int) -> Section:
         return self.sections[1 + layer]
+
+
+def set_apart(mapped: mmap.mmap, offset: int, size: int) -> None:
+    """Makes a part of a file's mapping one of its own: Linux maps megabytes around a page that is looked at
+    where the page cache has them together, but not past the end of a mapping, as which parts that are read in
+    another way count."""
+    begin = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (offset + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if hasattr(mmap, "MADV_RANDOM") and begin < end:
+        mapped.madvise(mmap.MADV_RANDOM, begin, end - begin)
 
 
 def crc32_of(descriptor: int, offset: int, size: int) -> int:

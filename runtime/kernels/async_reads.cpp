@@ -8,6 +8,7 @@
 #include <unistd.h>
 #endif
 
+#include <algorithm>
 #include <cerrno>
 #include <system_error>
 
@@ -49,12 +50,13 @@ void AsyncReads::start(const ReadRequest* requests, size_t count) {
     for (auto i = static_cast<size_t>(begun); i < count; ++i) others_.start(requests[i]);
 }
 
-size_t AsyncReads::take(double seconds, ReadEnd* ends) {
+size_t AsyncReads::take(double seconds, size_t least, ReadEnd* ends) {
     io_event events[kMostReads];
     const double whole = static_cast<double>(static_cast<time_t>(seconds));
     timespec wait{static_cast<time_t>(whole), static_cast<long>((seconds - whole) * 1e9)};
-    const long found = syscall(SYS_io_getevents, context_, seconds > 0 ? 1L : 0L,
-                               static_cast<long>(kMostReads), events, &wait);
+    const long needed = seconds > 0 ? static_cast<long>(std::min(least, under_way_)) : 0;
+    const long found =
+        syscall(SYS_io_getevents, context_, needed, static_cast<long>(kMostReads), events, &wait);
     size_t count = 0;
     for (long i = 0; i < found; ++i) {
         const auto tag = static_cast<uint32_t>(events[i].data);
@@ -82,7 +84,7 @@ size_t AsyncReads::take(double seconds, ReadEnd* ends) {
 std::unique_ptr<AsyncReads> AsyncReads::open(const DirectFile&, ReadThreads&) { return nullptr; }
 AsyncReads::~AsyncReads() = default;
 void AsyncReads::start(const ReadRequest*, size_t) {}
-size_t AsyncReads::take(double, ReadEnd*) { return 0; }
+size_t AsyncReads::take(double, size_t, ReadEnd*) { return 0; }
 
 #endif
 

@@ -21,8 +21,8 @@ class AsyncReads {
     AsyncReads& operator=(const AsyncReads&) = delete;
 
     void start(const ReadRequest* requests, size_t count);
-    // Writes the ends of reads and returns how many; waits up to so many seconds for the first.
-    size_t take(double seconds, ReadEnd* ends);
+    // Writes the ends of reads and returns how many; waits up to so many seconds for the first `least`.
+    size_t take(double seconds, size_t least, ReadEnd* ends);
     size_t under_way() const { return under_way_; }
 
   private:

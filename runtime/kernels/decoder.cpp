@@ -1,6 +1,7 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <chrono>
 
 #include "float_control.h"
 #include "linear_jobs.h"
@@ -60,6 +61,7 @@ Decoder::Decoder(DecoderConfig config, DecoderWeights weights, int threads, cons
       stream_(std::move(stream)),
       kernels_(kernels),
       pool_(threads, stream_ != nullptr),
+      pace_(threads),
       plan_(config_, threads),
       buffers_(config_, plan_, threads, scratch_of_thread(config_, kernels)),
       experts_(config_, separate_up(weights_)),
@@ -95,10 +97,21 @@ void Decoder::step(const StepInput& input, float* logits) {
     best_tokens_.resize(input.rows);
     plan_.make(input);
     if (input.tokens == 0) return;
-    if (stream_ != nullptr) stream_->begin_step(input.rows > 0);
-    pool_.run([](void* self, int thread) { static_cast<Decoder*>(self)->run(thread); }, this);
-    if (stream_ != nullptr) stream_->end_step();
+    if (stream_ != nullptr) return step_with_stream();
+    pool_.run(run_of, this);
 }
+
+void Decoder::step_with_stream() {
+    const bool alone = pace_.alone(input_->tokens);
+    const auto begin = std::chrono::steady_clock::now();
+    stream_->begin_step(input_->rows > 0);
+    pool_.run(run_of, this, alone);
+    stream_->end_step();
+    const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
+    pace_.note(input_->tokens, alone, passed.count(), stream_->seconds_waited());
+}
+
+void Decoder::run_of(void* self, int thread) { static_cast<Decoder*>(self)->run(thread); }
 
 void Decoder::run(int thread) {
     const FloatControl control;
@@ -180,7 +193,7 @@ bool Decoder::embed(int thread) {
         if (thread == 0) rows_ = stream_->rows(input_->token_ids + first, count);
         pool_.barrier();
         if (rows_ == nullptr) return false;
-        for (int i = thread; i < count; i += pool_.size()) {
+        for (int i = thread; i < count; i += pool_.running()) {
             dequantize_row(embedding, rows_ + row_size * i, residual(first + i));
             begin_token(first + i, residual(first + i));
         }
@@ -308,7 +321,7 @@ void Decoder::head(int thread) {
         pool_.barrier();
         if (fetches) stream_->release();
     }
-    for (int r = thread; r < input_->rows; r += pool_.size()) {
+    for (int r = thread; r < input_->rows; r += pool_.running()) {
         float* logits = logits_ + static_cast<size_t>(r) * logit_stride();
         if (config_.logit_softcap > 0) kernels_.softcap(logits, config_.logit_softcap, logit_stride());
         best_tokens_[r] = kernels_.best_logit(logits, config_.vocab_size);

@@ -14,6 +14,7 @@
 #include "step_buffers.h"
 #include "step_input.h"
 #include "step_plan.h"
+#include "stream_pace.h"
 #include "thread_pool.h"
 #include "weight_stream.h"
 
@@ -76,6 +77,8 @@ class Decoder {
     void fetch_layer(LayerWeights& layer);
     void fetch_head_piece(HeadPiece& piece);
     void keep_reading(int thread);
+    void step_with_stream();
+    static void run_of(void* self, int thread);
 
     // Calls function(t) for this thread's share of [0, count).
     template <typename Function>
@@ -87,6 +90,7 @@ class Decoder {
     const uint8_t* rows_ = nullptr;  // of the embedding, where it is read by row
     const Kernels& kernels_;
     ThreadPool pool_;
+    StreamPace pace_;
 
     KvShape kv_shape_;
     int num_blocks_ = 0;
@@ -105,7 +109,7 @@ class Decoder {
 template <typename Function>
 void Decoder::each_token(int thread, int count, Function function) {
     // Whole activation blocks, so that no two threads write to one.
-    const int blocks = (count + kBlockTokens - 1) / kBlockTokens, threads = pool_.size();
+    const int blocks = (count + kBlockTokens - 1) / kBlockTokens, threads = pool_.running();
     const int begin = blocks * thread / threads * kBlockTokens;
     const int end = std::min(count, blocks * (thread + 1) / threads * kBlockTokens);
     for (int t = begin; t < end; ++t) function(t);

@@ -13,7 +13,7 @@ ReadQueue::ReadQueue(const DirectFile& file) : threads_(file), async_(AsyncReads
 
 ReadQueue::~ReadQueue() {
     ReadEnd ends[kMost];
-    while (under_way_ > 0) take(1.0, ends);
+    while (under_way_ > 0) take(1.0, 1, ends);
 }
 
 void ReadQueue::start(const ReadRequest* requests, size_t count) {
@@ -22,12 +22,12 @@ void ReadQueue::start(const ReadRequest* requests, size_t count) {
     for (size_t i = 0; i < count; ++i) threads_.start(requests[i]);
 }
 
-size_t ReadQueue::take(double seconds, ReadEnd* ends) {
+size_t ReadQueue::take(double seconds, size_t least, ReadEnd* ends) {
     size_t count = 0;
     for (double left = seconds; count == 0 && under_way_ > 0;) {
         const bool both = async_ != nullptr && async_->under_way() > 0 && threads_.under_way() > 0;
         const double slice = both ? std::min(left, kOneLook) : left;
-        count = take_now(slice, ends);
+        count = take_now(slice, least, ends);
         left -= slice;
         if (left <= 0) break;
     }
@@ -35,14 +35,14 @@ size_t ReadQueue::take(double seconds, ReadEnd* ends) {
     return count;
 }
 
-size_t ReadQueue::take_now(double seconds, ReadEnd* ends) {
+size_t ReadQueue::take_now(double seconds, size_t least, ReadEnd* ends) {
     size_t count = 0;
     if (async_ != nullptr && async_->under_way() > 0) {
         const bool both = threads_.under_way() > 0;
-        count = async_->take(both ? 0.0 : seconds, ends);
+        count = async_->take(both ? 0.0 : seconds, least, ends);
         if (!both) seconds = 0;
     }
-    if (threads_.under_way() > 0) count += threads_.take(count > 0 ? 0.0 : seconds, ends + count);
+    if (threads_.under_way() > 0) count += threads_.take(count > 0 ? 0.0 : seconds, least, ends + count);
     return count;
 }
 

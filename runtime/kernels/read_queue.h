@@ -26,12 +26,13 @@ class ReadQueue {
 
     // Begins so many reads, with which at most kMost are under way, and does not wait for the disk.
     void start(const ReadRequest* requests, size_t count);
-    // Writes the ends of at most kMost reads and returns how many; waits up to so many seconds for the first.
-    size_t take(double seconds, ReadEnd* ends);
+    // Writes the ends of at most kMost reads and returns how many; waits up to so many seconds for the first
+    // `least` of them, and may return with fewer.
+    size_t take(double seconds, size_t least, ReadEnd* ends);
     size_t under_way() const { return under_way_; }
 
   private:
-    size_t take_now(double seconds, ReadEnd* ends);
+    size_t take_now(double seconds, size_t least, ReadEnd* ends);
 
     ReadThreads threads_;
     std::unique_ptr<AsyncReads> async_;  // null where there are none

@@ -1,5 +1,6 @@
 #include "read_threads.h"
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -25,10 +26,10 @@ void ReadThreads::start(const ReadRequest& request) {
     work_.notify_one();
 }
 
-size_t ReadThreads::take(double seconds, ReadEnd* ends) {
+size_t ReadThreads::take(double seconds, size_t least, ReadEnd* ends) {
     std::unique_lock lock(mutex_);
-    const auto some = [this] { return ended_count_ > 0; };
-    if (seconds > 0) done_.wait_for(lock, std::chrono::duration<double>(seconds), some);
+    const auto enough = [&] { return ended_count_ >= std::min(least, under_way_); };
+    if (seconds > 0) done_.wait_for(lock, std::chrono::duration<double>(seconds), enough);
     const size_t count = std::exchange(ended_count_, 0);
     for (size_t i = 0; i < count; ++i) ends[i] = std::exchange(ended_[i], {});
     under_way_ -= count;

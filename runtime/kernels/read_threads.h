@@ -37,8 +37,8 @@ class ReadThreads {
     ReadThreads& operator=(const ReadThreads&) = delete;
 
     void start(const ReadRequest& request);
-    // Writes the ends of reads and returns how many; waits up to so many seconds for the first.
-    size_t take(double seconds, ReadEnd* ends);
+    // Writes the ends of reads and returns how many; waits up to so many seconds for the first `least`.
+    size_t take(double seconds, size_t least, ReadEnd* ends);
     size_t under_way() const { return under_way_; }
 
   private:

@@ -44,7 +44,9 @@ void wait_while(const std::atomic<uint32_t>& value, uint32_t old, std::chrono::m
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads, bool yields) : threads_(threads), yields_(yields) { start(); }
+ThreadPool::ThreadPool(int threads, bool yields) : threads_(threads), running_(threads), yields_(yields) {
+    start();
+}
 
 ThreadPool::~ThreadPool() {
     if (pid_ == static_cast<int>(getpid())) {
@@ -95,20 +97,20 @@ void ThreadPool::loop(int thread, uint32_t seen) {
     }
 }
 
-void ThreadPool::run(Work work, void* context) {
+void ThreadPool::run(Work work, void* context, bool alone) {
+    running_ = alone ? 1 : threads_;
+    if (running_ == 1) return work(context, 0);
     if (pid_ != static_cast<int>(getpid())) start();
     work_ = work;
     context_ = context;
-    if (threads_ > 1) {
-        generation_.fetch_add(1);
-        generation_.notify_all();
-    }
+    generation_.fetch_add(1);
+    generation_.notify_all();
     work(context, 0);
     barrier();
 }
 
 void ThreadPool::barrier() {
-    if (threads_ == 1) return;
+    if (running_ == 1) return;
     const uint32_t phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(threads_)) {
         arrived_.store(0, std::memory_order_relaxed);

@@ -21,9 +21,12 @@ class ThreadPool {
     int size() const { return threads_; }
 
     // Calls work(context, thread) for every thread, the caller as 0, and returns when all have. One caller at
-    // a time.
+    // a time. `alone`: only for the caller; the others sleep on.
     using Work = void (*)(void* context, int thread);
-    void run(Work work, void* context);
+    void run(Work work, void* context, bool alone = false);
+
+    // Inside `run`: how many threads it was called for.
+    int running() const { return running_; }
 
     // Inside `run`: returns when every thread has arrived.
     void barrier();
@@ -35,6 +38,7 @@ class ThreadPool {
     void loop(int thread, uint32_t seen);
 
     const int threads_;
+    int running_;
     const bool yields_;
     int pid_ = 0;  // after fork the child has none of the threads and starts its own
     std::vector<std::thread> workers_;

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "aligned_buffer.h"
+#include "cache_lines.h"
 #include "direct_file.h"
 #include "read_queue.h"
 #include "tile_rows.h"
@@ -17,15 +18,18 @@ namespace {
 
 // Of one read: enough to keep a disk busy, and no more pages than it takes at once where none are huge.
 constexpr size_t kPieceBytes = 512 << 10;
+constexpr size_t kEndsAtOnce = ReadQueue::kMost / 4;
 constexpr size_t kRowReads = 4;    // rows that are read at once
 constexpr double kOneWait = 0.25;  // seconds
 constexpr double kPatience = 0.5;  // seconds that the end of a stream waits for reads that have begun
+constexpr size_t kHugePage = 2 << 20;
 
-// Aligned so that huge pages may back it: a disk takes a read into hundreds of scattered pages as several. A
-// forked child gets none of it: were a page shared with a child while the disk writes into it, the child
-// could end up with the page, and this process with a copy from before.
+// Aligned, and from one huge page on filled up to whole ones, so that they may back all of it: a disk takes a
+// read into hundreds of scattered pages as several. A forked child gets none of it: were a page shared with a
+// child while the disk writes into it, the child could end up with the page, and this process with a copy
+// from before.
 uint8_t* allocate_for_reads(AlignedBuffer& buffer, size_t bytes) {
-    constexpr uintptr_t kHugePage = 2 << 20;
+    if (bytes >= kHugePage) bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
     buffer.allocate(bytes + kHugePage);
     uint8_t* data = buffer.data() + (-reinterpret_cast<uintptr_t>(buffer.data()) & (kHugePage - 1));
 #ifdef MADV_HUGEPAGE
@@ -167,11 +171,11 @@ struct WeightStream::State {
         return request;
     }
 
-    // Takes note of reads that have ended, of which it waits up to so many seconds for the first; whether
-    // there are any.
-    bool take_ended(double seconds) {
+    // Takes note of reads that have ended, of which it waits up to so many seconds for the first `least`;
+    // whether there are any.
+    bool take_ended(double seconds, size_t least) {
         ReadEnd ends[ReadQueue::kMost];
-        const size_t count = queue.take(seconds, ends);
+        const size_t count = queue.take(seconds, least, ends);
         for (size_t i = 0; i < count; ++i) finish(reads[ends[i].tag], ends[i].problem);
         return count > 0;
     }
@@ -205,12 +209,13 @@ struct WeightStream::State {
         into = file.name() + ": reading " + what + ": " + reason;
     }
 
-    // Waits until `ready`, for reads of `what`. False where `trouble` says why it will not be, or no read
-    // ends for too long: then the stream's problem is that. Of a wait no more time is counted than was asked
-    // for, so that a process that was stopped for a while finds its reads and not a limit that has passed.
-    template <typename Ready>
-    bool await(const std::string& what, const std::string& trouble, Ready ready) {
-        take_ended(0);
+    // Waits until `ready`, for reads of `what`, of which so many as `missing` says have to end before. False
+    // where `trouble` says why it will not be, or no read ends for too long: then the stream's problem is
+    // that. Of a wait no more time is counted than was asked for, so that a process that was stopped for a
+    // while finds its reads and not a limit that has passed.
+    template <typename Ready, typename Missing>
+    bool await(const std::string& what, const std::string& trouble, Ready ready, Missing missing) {
+        take_ended(0, 0);
         issue();
         double left = settings.timeout;
         while (!ready()) {
@@ -224,15 +229,23 @@ struct WeightStream::State {
             }
             const double slice = std::min(left, kOneWait);
             const auto begin = std::chrono::steady_clock::now();
-            if (take_ended(slice)) {
+            const bool any = take_ended(slice, ends_to_wait_for(missing()));
+            const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
+            waited += passed.count();
+            if (any) {
                 left = settings.timeout;
                 issue();
             } else {
-                const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
                 left -= std::min(slice, passed.count());
             }
         }
         return true;
+    }
+
+    // To be woken for each read costs more than many take; where others could begin, some must stay under
+    // way.
+    size_t ends_to_wait_for(size_t missing) const {
+        return may_read_range() || may_read_row() ? std::min(missing, kEndsAtOnce) : missing;
     }
 
     static std::string seconds(double value) {
@@ -257,9 +270,10 @@ struct WeightStream::State {
     int32_t ids[kRowsAtOnce];
     int row_count = 0, rows_taken = 0, rows_missing = 0;
     uint64_t step = 0;
-    uint64_t epoch = 0;   // reads that began before a failure are of an earlier one
-    bool failed = false;  // nothing more is read
-    std::string problem;  // of the step
+    double waited = 0, waited_before = 0;  // seconds of this step and of the last one, for reads
+    uint64_t epoch = 0;                    // reads that began before a failure are of an earlier one
+    bool failed = false;                   // nothing more is read
+    std::string problem;                   // of the step
 
     Read reads[ReadQueue::kMost];  // by tag
     ReadQueue queue;               // ends before what it reads into
@@ -277,7 +291,7 @@ WeightStream::~WeightStream() {
     }
     const auto begin = std::chrono::steady_clock::now();
     for (double left = kPatience; state_->queue.under_way() > 0 && left > 0;) {
-        state_->take_ended(left);
+        state_->take_ended(left, 1);
         left = kPatience - std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     }
     if (state_->queue.under_way() == 0) return;
@@ -303,6 +317,8 @@ void WeightStream::begin_step(bool all) {
     if (in_step_ || s.failed) s.rewind();
     in_step_ = true;
     ++s.step;
+    s.waited_before = s.waited;
+    s.waited = 0;
     s.step_end = all ? settings_.ranges.size() : settings_.every_step;
     s.ahead = false;
     s.turn();
@@ -316,9 +332,11 @@ void WeightStream::end_step() {
 }
 
 void WeightStream::advance() {
-    if (state_->queue.under_way() > 0) state_->take_ended(0);
+    if (state_->queue.under_way() > 0) state_->take_ended(0, 0);
     state_->issue();
 }
+
+double WeightStream::seconds_waited() const { return state_->waited; }
 
 const uint8_t* WeightStream::acquire() {
     State& s = *state_;
@@ -326,12 +344,20 @@ const uint8_t* WeightStream::acquire() {
     State::Slot& slot = s.slots[s.acquired % s.slots.size()];
     const size_t range = s.acquired < s.issued ? slot.range : s.next;
     const auto ready = [&] { return s.acquired < s.issued && slot.missing == 0; };
-    if (!s.await(settings_.ranges[range].name, slot.problem, ready)) return nullptr;
+    const auto missing = [&] { return static_cast<size_t>(std::max(1, slot.reads)); };
+    if (!s.await(settings_.ranges[range].name, slot.problem, ready, missing)) return nullptr;
     ++s.acquired;
     return slot.data;
 }
 
-void WeightStream::release() { ++state_->released; }
+// Where a virtual disk's data is copied into memory by another core, lines that a core of this process still
+// has slow that down by a half. It is worth its time only where that is waited for.
+void WeightStream::release() {
+    State& s = *state_;
+    const State::Slot& slot = s.slots[s.released % s.slots.size()];
+    if (s.waited + s.waited_before > 0) drop_from_caches(slot.data, settings_.ranges[slot.range].bytes);
+    ++s.released;
+}
 
 const uint8_t* WeightStream::rows(const int32_t* ids, int count) {
     State& s = *state_;
@@ -339,7 +365,8 @@ const uint8_t* WeightStream::rows(const int32_t* ids, int count) {
     std::copy_n(ids, count, s.ids);
     s.row_count = s.rows_missing = count;
     s.rows_taken = 0;
-    if (!s.await("the embedding", s.problem, [&] { return s.rows_missing == 0; })) return nullptr;
+    const auto ready = [&] { return s.rows_missing == 0; };
+    if (!s.await("the embedding", s.problem, ready, [] { return size_t{1}; })) return nullptr;
     return s.rows.data();
 }
 

@@ -55,6 +55,8 @@ class WeightStream {
     // `all`: whether the step uses all ranges, or only those of every step.
     void begin_step(bool all);
     void end_step();
+    // Seconds that the last step's thread has slept until reads had ended.
+    double seconds_waited() const;
 
     // Looks which reads have ended, and begins those for which there is room: between the parts of a step's
     // work, so that the disk always has some.

@@ -66,7 +66,8 @@ def test_steps_become_smaller_before_layers_are_streamed() -> None:
 
 
 def test_as_few_layers_are_streamed_as_need_be_at_equal_distances() -> None:
-    budget = plan_memory(replace(RUN, residency=ResidencyPlan.spread(30, 12), token_budget=64)).total
+    twelve = ResidencyPlan.spread(30, 12, buffers=4)
+    budget = plan_memory(replace(RUN, residency=twelve, token_budget=64)).total
     plan = plan_within(RUN, budget)
     layers = plan.residency.streamed_layers
     assert len(layers) == 12
@@ -76,6 +77,15 @@ def test_as_few_layers_are_streamed_as_need_be_at_equal_distances() -> None:
     fewer = replace(plan.residency, streamed_layers=layers[:-1])
     assert not plan_memory(replace(RUN, budget=budget, residency=fewer)).fits
     assert f"{len(layers)} of 30 layers are streamed" in plan.concessions
+
+
+def test_small_layers_are_read_through_a_buffer_more() -> None:
+    wide = replace(SMOLLM2, hidden_size=1152, intermediate_size=3072, num_heads=18)
+    for spec, buffers in ((SMOLLM2, 4), (wide, 3)):
+        run = replace(RUN, spec=spec)
+        plan = plan_within(run, (smallest_plan(run).total + plan_memory(run).total) // 2)
+        assert 0 < len(plan.residency.streamed_layers) < 30
+        assert plan.residency.buffers == buffers
 
 
 def test_the_least_has_all_weights_streamed_through_two_buffers() -> None:

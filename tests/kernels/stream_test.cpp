@@ -8,6 +8,7 @@
 
 #include "../../runtime/kernels/direct_file.h"
 #include "../../runtime/kernels/stream_layout.h"
+#include "../../runtime/kernels/stream_pace.h"
 #include "../../runtime/kernels/tile_rows.h"
 #include "../../runtime/kernels/weight_stream.h"
 #include "check.h"
@@ -157,6 +158,29 @@ void check_ends(Random& random) {
     }
 }
 
+void check_pace() {
+    current_case() = "threads of a step";
+    StreamPace pace(4);
+    const auto runs = [&](int tokens, int steps, double waited_alone, double waited_together) {
+        int alone = 0;
+        for (int i = 0; i < steps; ++i) {
+            const bool one = pace.alone(tokens);
+            pace.note(tokens, one, 1.0, one ? waited_alone : waited_together);
+            alone += one;
+        }
+        return alone;
+    };
+    check(runs(1, 20, 0.5, 0.8) == 20, "one thread is enough as long as it waits for the disk");
+    check(runs(2, 20, 0.01, 0.1) == 1, "all threads run where one does not wait");
+    check(runs(1, 20, 0.5, 0.8) == 20, "steps of other sizes do not matter");
+    check(runs(2, 100, 0.01, 0.8) > 2 && runs(2, 100, 0.01, 0.8) < 10,
+          "where all threads wait one is tried now and then");
+    check(runs(2, 100, 0.5, 0.8) > 80, "and runs alone where it waits as well");
+    check(runs(33, 20, 0.9, 0.9) == 0, "many tokens are computed by all threads");
+    StreamPace single(1);
+    check(!single.alone(1), "one thread is all there is");
+}
+
 // The tiles of a model in a file, some of them streamed.
 class StreamedModel {
   public:
@@ -234,6 +258,7 @@ void test_stream(const Kernels& kernels, Results& results) {
         for (bool in_memory : {false, true}) check_ranges(random, buffers, in_memory);
     }
     check_ends(random);
+    check_pace();
     check_decoder(random, kernels, results);
 }
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nybble.errors import ModelFormatError, NybbleError, UnsupportedModelError
-from nybble.models.gguf_file import BLOCK_TYPES, GgufHeader, read_bytes, read_header
+from nybble.models.gguf_file import BLOCK_TYPES, GgufHeader, StringArray, read_bytes, read_header
 
 U8, I32, F32, BOOL, STRING, ARRAY, U64 = 0, 5, 6, 7, 8, 9, 10
 
@@ -77,10 +77,18 @@ def parse(content: bytes, path: Path) -> GgufHeader:
         os.close(fd)
 
 
+def decoded(value: Any) -> Any:
+    """A metadata value that can be compared."""
+    if isinstance(value, StringArray):
+        return value.decoded()
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
 def test_a_sound_file_is_read(header_of: Callable[[bytes], GgufHeader]) -> None:
     header = header_of(SOUND)
-    numbers = header.metadata.pop("some.numbers")
-    assert header.metadata == {"a.string": "é", "a.bool": True, "a.float": 0.5, "some.strings": ["x", ""]}
+    numbers, strings = (header.metadata.pop(f"some.{kind}") for kind in ("numbers", "strings"))
+    assert header.metadata == {"a.string": "é", "a.bool": True, "a.float": 0.5}
+    assert (len(strings), strings.decoded()) == (2, ["x", ""])
     assert header.metadata["a.bool"] is True
     np.testing.assert_array_equal(numbers, np.array([-1, 0, 7], np.int32))
     t, u = header.tensors["t.weight"], header.tensors["u.weight"]
@@ -103,10 +111,7 @@ def test_smollm2_is_read_as_the_gguf_package_reads_it(smollm2_gguf: Path, smollm
     theirs = {
         key: field.contents() for key, field in smollm2_reader.fields.items() if not key.startswith("GGUF.")
     }
-    ours = {
-        key: value.tolist() if isinstance(value, np.ndarray) else value
-        for key, value in header.metadata.items()
-    }
+    ours = {key: decoded(value) for key, value in header.metadata.items()}
     assert ours == theirs
     assert {
         name: (tensor.shape, tensor.type.name, tensor.offset, tensor.nbytes)
@@ -235,8 +240,18 @@ def test_a_header_longer_than_one_read_is_read(header_of: Callable[[bytes], Gguf
     long = "y" * (3 << 20)
     content = gguf([item(b"k", ARRAY, array), item(b"l", STRING, text(long.encode()))], ENTRIES, bytes(108))
     header = header_of(content)
-    assert header.metadata == {"k": strings, "l": long}
+    assert {key: decoded(value) for key, value in header.metadata.items()} == {"k": strings, "l": long}
     assert header.tensors["u.weight"].offset + 12 == len(content)
+
+
+def test_a_string_of_an_array_that_is_not_utf8_is_named_when_it_is_asked_for(
+    header_of: Callable[[bytes], GgufHeader],
+) -> None:
+    array = struct.pack("<IQ", STRING, 2) + text(b"x") + text(b"\xff\xfe")
+    strings = header_of(gguf([item(b"k", ARRAY, array)])).metadata["k"]
+    assert len(strings) == 2
+    with pytest.raises(ModelFormatError, match=r"^f\.gguf: metadata value 'k' is not UTF-8: b'\\xff\\xfe'$"):
+        strings.decoded()
 
 
 @settings(max_examples=400, deadline=None)
