@@ -1,5 +1,5 @@
-// Weights as Python hands them over, layer by layer. Every array is checked here; nothing in the kernels checks
-// again.
+// Weights as Python hands them over, layer by layer. Every array is checked here; nothing in the kernels
+// checks again.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -21,8 +21,6 @@
 #include "stream_layout.h"
 
 namespace nybble {
-
-namespace nb = nanobind;
 
 inline std::vector<float> padded(const Floats1& values, size_t expected, const char* name) {
     check_size(name, values.size(), expected);
