@@ -1,7 +1,7 @@
 """One layer by GPTQ, while the calibration text passes through it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +16,7 @@ from .mlp import Stage
 from .packing import QuantizedTensor, round_to_f16
 from .recipe import LinearFormat, Recipe
 from .statistics import hessian, token_weights
-from .target import input_shift, output_shift, shifted
+from .target import input_shift, output_shift, shifted, trusted_share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +65,8 @@ def quantize_layer(
     for stage in layer_stages(spec, layer, weights, hidden):
         result.starved_experts += stage.starved
         names = [linear.name for linear in stage.linears]
-        h, targets = _problem(spec, stage, weights, recipe, theirs)
+        share = trusted_share(recipe.correction, *stage.inputs.shape)
+        h, targets = _problem(spec, stage, weights, replace(recipe, correction=share), theirs)
         wanted = dict(zip(names, targets, strict=True))
         del targets
         for form in dict.fromkeys(formats[name] for name in names):

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import hashlib
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -28,11 +29,14 @@ from .packing import quantize_head, round_to_f16
 from .packing_nf4 import AnyQuantized
 from .recipe import LinearFormat, Recipe
 from .rtn import quantize_rtn
+from .target import TOKENS_PER_INPUT, trusted_share
 from .threads import in_parallel
 from .tune import Teacher, tune
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+log = logging.getLogger("nybble")
 
 # Called with the stage's name, and how many of how many steps are done.
 Progress = Callable[[str, int, int], None]
@@ -76,6 +80,8 @@ def quantize(
         raise CalibrationError("method gptq needs a calibration text; none was given")
     spec = source.spec
     check_recipe(recipe, spec)
+    if recipe.correction and recipe.method == "gptq" and calibration is not None:
+        _say_if_short(spec, recipe, calibration.token_ids.size)
     report = progress or (lambda stage, done, total: None)
     report(STAGE, 0, spec.num_layers)
     names = dict.fromkeys((spec.embedding_name, spec.final_norm_name, spec.head_name))
@@ -180,6 +186,17 @@ def check_recipe(recipe: Recipe, spec: ModelSpec) -> None:
                 f"layer_formats: {' and '.join(formats)} differ; expected the same for all: they are one "
                 f"tensor of a checkpoint, {linear.name}"
             )
+
+
+def _say_if_short(spec: ModelSpec, recipe: Recipe, tokens: int) -> None:
+    layers = [layer for layer in range(spec.num_layers) if spec.mixture_of(layer) is None]
+    widest = max((linear.in_features for layer in layers for linear in spec.linears(layer)), default=0)
+    if trusted_share(1.0, tokens, widest) < 1:
+        log.warning(
+            "the calibration text has %d tokens, and layers have up to %d inputs: correction, %g, is "
+            "lessened there; %d tokens are enough for all of it",
+            tokens, widest, recipe.correction, TOKENS_PER_INPUT * widest,
+        )  # fmt: skip
 
 
 def _formats(

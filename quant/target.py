@@ -21,6 +21,15 @@ from .statistics import TOKENS
 if TYPE_CHECKING:
     from torch import Tensor
 
+# W* has as many unknowns for each output as there are inputs: a shorter text determines its own noise.
+TOKENS_PER_INPUT = 10
+
+
+def trusted_share(share: float, tokens: int, inputs: int) -> float:
+    """What is left of a share of the correction where a text of so many tokens is short for so many inputs:
+    as much of it as there is of `TOKENS_PER_INPUT`."""
+    return share * min(1.0, tokens / (TOKENS_PER_INPUT * inputs))
+
 
 def input_shift(weights: "Sequence[Tensor]", inputs: "Tensor", wanted: "Tensor") -> "list[Tensor]":
     """The mean of x (W (x' − x))ᵀ, [in, out] for each weight [out, in], of inputs x and the float model's x'

@@ -17,6 +17,14 @@ from shared import made_once
 settings.register_profile("no time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no time")
 
+# What takes longest comes first: or one process would have it left when the others have nothing to do.
+LONGEST = ("tests/kernels/", "tests/face/test_smollm2.py", "tests/face/test_soak.py", "tests/packaging/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
     "{% for message in messages %}"

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from nybble.errors import CalibrationError, QuantizationError, SettingError
 from nybble.models import open_source
 from nybble.models.source import ModelSource
-from nybble.quant import layer
+from nybble.quant import layer, target
 from nybble.quant.calibration import Calibration
 from nybble.quant.model import QuantizedModel
 from nybble.quant.packing import QuantizedTensor, quantize_head
@@ -221,3 +221,30 @@ def test_threads_are_put_back(source: ModelSource) -> None:
     before = torch.get_num_threads()
     quantize(source, Recipe(method="rtn"), threads=before + 1)
     assert torch.get_num_threads() == before
+
+
+def test_a_short_text_corrects_less_and_does_less_harm(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = np.random.default_rng(9).integers(0, 512, (16, 64))
+    expected = logits_function(source)(ids)
+
+    def divergence(correction: float, tokens: int) -> float:
+        caplog.clear()
+        recipe = replace(RECIPE, correction=correction, weigh_tokens=True)
+        text = Calibration(calibration(1).token_ids.reshape(-1, 64)[: tokens // 64], "digest", "test")
+        model = quantize(source, recipe, text, threads=1)
+        found = logits_function(DequantizedModel(model))(ids)
+        return float(kl_divergence(expected, found).mean())
+
+    none = divergence(0.0, 256)
+    assert caplog.messages == []
+    some = divergence(1.0, 256)
+    assert caplog.messages == [
+        "the calibration text has 256 tokens, and layers have up to 96 inputs: correction, 1, is lessened "
+        "there; 960 tokens are enough for all of it"
+    ]
+    divergence(1.0, 1024)
+    assert caplog.messages == []
+    monkeypatch.setattr(target, "TOKENS_PER_INPUT", 1)
+    assert some < 1.3 * none < divergence(1.0, 256)
