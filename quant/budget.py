@@ -25,6 +25,7 @@ from .rtn import quantize_rtn
 if TYPE_CHECKING:
     from torch import Tensor
 
+LEAST_OF_FOUR = 4.25  # bits per weight of 4 bits in groups of 64
 WINDOWS = 8  # of the calibration text, for the measurement
 # The knapsack's table has at most this many columns; bits are rounded up to fit.
 COLUMNS = 100_000
@@ -32,10 +33,11 @@ COLUMNS = 100_000
 
 def candidates(recipe: Recipe) -> tuple[LinearFormat, ...]:
     """The formats that a linear layer may get: symmetric ones always, with zero points if the recipe has
-    them."""
+    them. 3 bits only where 4 cannot be kept to: they save room on the disk alone."""
     kinds = (True,) if recipe.symmetric else (True, False)
-    four = [LinearFormat(4, size, symmetric) for size in (64, 32) for symmetric in kinds]
-    return (*four, LinearFormat(8, 64, True))
+    bits = (4,) if recipe.average_bits >= LEAST_OF_FOUR else (3, 4)
+    few = [LinearFormat(b, size, symmetric) for b in bits for size in (64, 32) for symmetric in kinds]
+    return (*few, LinearFormat(8, 64, True))
 
 
 def allocate(costs: NDArray[np.int64], losses: NDArray[np.float64], budget: int) -> list[int]:
@@ -77,8 +79,8 @@ def check_budget(spec: ModelSpec, recipe: Recipe) -> None:
     tensor that have to be alike."""
     if spec.fused_projections:
         raise SettingError(
-            f"bits are a budget, {recipe.average_bits:g}; expected 4 or 8: the family stores layers in one "
-            "piece, whose parts are alike"
+            f"bits are a budget, {recipe.average_bits:g}; expected 3, 4 or 8: the family stores layers in "
+            "one piece, whose parts are alike"
         )
     linears = _linears(spec)
     least = _costs(linears, candidates(recipe)).min(axis=1).sum()

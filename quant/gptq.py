@@ -37,8 +37,6 @@ def quantize_gptq(
     for weight, name in zip(weights, names, strict=True):
         check_finite(weight, name)
     label = " and ".join(names)
-    if not torch.isfinite(hessian).all():
-        raise QuantizationError(f"{label}: its input on the calibration text is not finite")
     group_size = resolved_group_size(recipe, hessian.shape[0])
     stacked = torch.cat([weight.T for weight in weights], dim=1)
     try:
@@ -68,8 +66,9 @@ def _quantize_columns(
     if recipe.act_order != "none":
         order = torch.argsort(diagonal, descending=True, stable=True)
     # What is to be small is the sum of squares that the damped Hessian gives; in visited order.
-    hessian = damped(hessian[order][:, order], recipe.damp)
-    factor = inverse_factor(hessian)
+    backwards = order.flip(0)
+    damped, lower = factored(hessian[backwards][:, backwards], recipe.damp)
+    hessian, factor = damped.flip(0, 1), inverse_factor(lower)
     inverse = torch.argsort(order)
     stored = hessian[inverse][:, inverse] if static else hessian
 
@@ -151,12 +150,14 @@ def _visit_columns(
     return codes, scale, zero
 
 
-def damped(hessian: "Tensor", damp: float) -> "Tensor":
-    """A Hessian [in, in] with `damp` times its mean diagonal added, and ten times more, up to three times,
-    while it cannot be factored. Zeros on the diagonal become the mean. Raises `QuantizationError` when no
-    damping helped."""
+def factored(hessian: "Tensor", damp: float) -> "tuple[Tensor, Tensor]":
+    """A Hessian H [in, in] with `damp` times its mean diagonal added, and ten times more, up to three times,
+    while it cannot be factored; and the lower triangular L with H = L Lᵀ. Zeros on the diagonal become the
+    mean. Raises `QuantizationError` where H is not finite, or no damping helped."""
     import torch
 
+    if not torch.isfinite(hessian).all():
+        raise QuantizationError("its input on the calibration text is not finite")
     diagonal = hessian.diagonal()
     mean = float(diagonal.mean()) or 1.0
     dead = diagonal == 0
@@ -165,22 +166,21 @@ def damped(hessian: "Tensor", damp: float) -> "Tensor":
         result.diagonal().add_(torch.where(dead, mean, damp * 10**attempt * mean))
         lower, info = torch.linalg.cholesky_ex(result)
         if int(info) == 0 and bool(torch.isfinite(lower).all()):
-            return result
+            return result, lower
     raise QuantizationError(
         f"its Hessian cannot be factored, even with damping {damp * 10**DAMP_RETRIES:g}; "
         "more calibration text helps"
     )
 
 
-def inverse_factor(hessian: "Tensor") -> "Tensor":
-    """The upper triangular U with H⁻¹ = Uᵀ U, for a Hessian [in, in] that can be factored.
+def inverse_factor(lower: "Tensor") -> "Tensor":
+    """The upper triangular U with H⁻¹ = Uᵀ U, for a Hessian H [in, in] whose reverse has the factor `lower`.
 
     With J reversing the order, J H J = L Lᵀ gives U = (J L J)⁻¹: one factorization and one triangular
     inverse, where factoring the inverse itself takes more work and loses more digits.
     """
     import torch
 
-    lower = torch.linalg.cholesky(hessian.flip(0, 1))
     factor: Tensor = torch.linalg.solve_triangular(lower.flip(0, 1), torch.eye(len(lower)), upper=True)
     return factor
 

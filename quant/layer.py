@@ -51,7 +51,7 @@ def quantize_layer(
     tensors, errors = result.tensors, result.errors
     linear_names = {linear.name for linear in spec.linears(layer)}
     exact = {name: to_torch(source.tensor(name)) for name in spec.layer_tensors(layer)}
-    weights = dict(exact)
+    weights = exact if reference is None else dict(exact)  # the float model's layer is another
     for name in exact.keys() - linear_names:
         tensors[name] = rounded = round_to_f16(source.tensor(name), name)
         weights[name] = to_torch(rounded)
@@ -66,7 +66,10 @@ def quantize_layer(
         result.starved_experts += stage.starved
         names = [linear.name for linear in stage.linears]
         share = trusted_share(recipe.correction, *stage.inputs.shape)
-        h, targets = _problem(spec, stage, weights, replace(recipe, correction=share), theirs)
+        try:
+            h, targets = _problem(spec, stage, weights, replace(recipe, correction=share), theirs)
+        except QuantizationError as error:
+            raise QuantizationError(f"{' and '.join(names)}: {error}") from None
         wanted = dict(zip(names, targets, strict=True))
         del targets
         for form in dict.fromkeys(formats[name] for name in names):

@@ -111,7 +111,7 @@ class Recipe:
                 "formats of 3, 4 or 8 bits and a group size of 32, 64, 128 or -1",
             )
         check(
-            "average_bits", self.average_bits == 0 or 4 < self.average_bits <= 9, "0, or above 4 and up to 9"
+            "average_bits", self.average_bits == 0 or 3 < self.average_bits <= 9, "0, or above 3 and up to 9"
         )
         check("average_bits", self.average_bits == 0 or self.method == "gptq", f"0 for method {self.method}")
         check("tune_epochs", 0 <= self.tune_epochs <= 100, "0 to 100")
@@ -200,10 +200,10 @@ class Recipe:
 
 def _budget(bits: float, method: object) -> float:
     """Bits that are neither 3, 4 nor 8, which only a budget can be. Raises `SettingError` where it cannot."""
-    if method == "gptq" and 4 < bits <= 9:
+    if method == "gptq" and 3 < bits <= 9:
         return bits
     taken = BNB_SETTINGS.get(str(method), {}).get("bits", BITS)
-    between = ", or a budget above 4 and up to 9" if method == "gptq" else f" with method {method}"
+    between = ", or a budget above 3 and up to 9" if method == "gptq" else f" with method {method}"
     raise SettingError(f"bits is {bits!r}; expected {_either(taken)}{between}")
 
 

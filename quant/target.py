@@ -15,7 +15,7 @@ addition less ours before it: the stream's own error is part of what they are as
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .gptq import damped
+from .gptq import factored
 from .statistics import TOKENS
 
 if TYPE_CHECKING:
@@ -76,10 +76,10 @@ def shifted(
     x (y − W x)ᵀ, [in, out] each.
 
     `damp` times the mean diagonal is added to the Hessian, which holds back what the text barely
-    determines."""
+    determines. Raises `QuantizationError` as `factored` does."""
     import torch
 
-    lower = torch.linalg.cholesky(damped(hessian, damp))
+    _, lower = factored(hessian, damp)
     solved = torch.cholesky_solve(torch.cat(list(shifts), dim=1), lower).mul_(share)
     parts = torch.split(solved, [len(weight) for weight in weights], dim=1)
     return [weight + part.T for weight, part in zip(weights, parts, strict=True)]

@@ -191,7 +191,9 @@ def test_weights_of_zeros_stay_zeros() -> None:
 def test_damping_rises_until_the_hessian_can_be_factored() -> None:
     base = torch.eye(64)
     base[0, 1] = base[1, 0] = 1.05  # an eigenvalue of -0.05: 0.01 is too little, 0.1 enough
-    factor = gptq.inverse_factor(gptq.damped(base, 0.01))
+    damped, lower = gptq.factored(base.flip(0, 1), 0.01)
+    np.testing.assert_allclose((lower @ lower.T).numpy(), damped.numpy(), atol=1e-6)
+    factor = gptq.inverse_factor(lower)
     expected = np.linalg.inv(base.numpy().astype(np.float64) + 0.1 * np.eye(64))
     assert np.abs((factor.T @ factor).numpy() - expected).max() < 1e-3
 

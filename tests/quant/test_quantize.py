@@ -248,3 +248,12 @@ def test_a_short_text_corrects_less_and_does_less_harm(
     assert caplog.messages == []
     monkeypatch.setattr(target, "TOKENS_PER_INPUT", 1)
     assert some < 1.3 * none < divergence(1.0, 256)
+
+
+@pytest.mark.parametrize("correction", [0.0, 0.5])
+def test_inputs_that_are_not_finite_name_the_layers(source: ModelSource, correction: float) -> None:
+    recipe = replace(RECIPE, correction=correction)
+    formats = {linear.name: recipe.format for linear in source.spec.linears(0)}
+    hidden = torch.full((2, 8, source.spec.hidden_size), torch.inf)
+    with pytest.raises(QuantizationError, match=r"q_proj\.weight and .*v_proj\.weight: its input on"):
+        layer.quantize_layer(source, 0, recipe, hidden, hidden.clone(), formats)
