@@ -189,7 +189,7 @@ def test_wrong_options(nybble: Nybble, model: Path, tmp_path: Path, options: tup
     ("options", "expected"),
     [
         (("--bits", "12"), "bits is 12; expected 3, 4 or 8, or a budget above 3 and up to 9"),
-        (("--bits", "3.5"), "bits is 3.5; expected 3, 4 or 8, or a budget"),
+        (("--bits", "2.5"), "bits is 2.5; expected 3, 4 or 8, or a budget"),
         (("--bits", "nan"), "bits is nan; expected 3, 4 or 8, or a budget"),
         (("--bits", "4.5", "--recipe", "fast"), "bits is 4.5; expected 3, 4 or 8 with method rtn"),
         (("--bits", "8", "--method", "nf4"), "bits is 8; expected 4 with method nf4"),
