@@ -194,7 +194,7 @@ def test_wrong_options(nybble: Nybble, model: Path, tmp_path: Path, options: tup
         (("--bits", "4.5", "--recipe", "fast"), "bits is 4.5; expected 3, 4 or 8 with method rtn"),
         (("--bits", "8", "--method", "nf4"), "bits is 8; expected 4 with method nf4"),
         (("--bits", "12", "--method", "int8"), "bits is 12; expected 8 with method int8"),
-        (("--bits", "3.01"), "bits are a budget, 3.01; expected at least 3.334"),
+        (("--bits", "3.01"), "bits are a budget, 3.01; expected at least 3.267"),
         (("--bits", "4.8", "--group-size", "128"), "group_size is 128; expected none with a budget of bits"),
         (("--recipe", "quick"), "recipe 'quick' is unknown"),
         (("--correction", "2"), "correction is 2.0"),
