@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
 #include <utility>
 
 namespace nybble {
@@ -19,11 +20,24 @@ ReadThreads::~ReadThreads() {
 }
 
 void ReadThreads::start(const ReadRequest& request) {
-    while (threads_.size() < kThreads) threads_.emplace_back([this] { read(); });
+    std::string problem = start_threads();
     ++under_way_;
     const std::lock_guard lock(mutex_);
+    if (!problem.empty()) {
+        ended_[ended_count_++] = {request.tag, std::move(problem)};
+        return;
+    }
     waiting_[(first_ + waiting_count_++) % kMostReads] = request;
     work_.notify_one();
+}
+
+std::string ReadThreads::start_threads() {
+    try {
+        while (threads_.size() < kThreads) threads_.emplace_back([this] { read(); });
+    } catch (const std::system_error& error) {
+        if (threads_.empty()) return std::string("no thread to read with: ") + error.what();
+    }
+    return {};
 }
 
 size_t ReadThreads::take(double seconds, size_t least, ReadEnd* ends) {

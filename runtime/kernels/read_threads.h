@@ -36,6 +36,7 @@ class ReadThreads {
     ReadThreads(const ReadThreads&) = delete;
     ReadThreads& operator=(const ReadThreads&) = delete;
 
+    // Where the system gives no thread the read ends with that problem.
     void start(const ReadRequest& request);
     // Writes the ends of reads and returns how many; waits up to so many seconds for the first `least`.
     size_t take(double seconds, size_t least, ReadEnd* ends);
@@ -43,6 +44,8 @@ class ReadThreads {
 
   private:
     void read();
+    // Those that are not there yet; one is enough. What is wrong where there is none.
+    std::string start_threads();
 
     const DirectFile& file_;
     std::vector<std::thread> threads_;

@@ -1,4 +1,5 @@
 // Streamed weights: what is read of a file while other threads compute, and the bits of resident weights.
+#include <pthread.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -7,6 +8,7 @@
 #include <string>
 
 #include "../../runtime/kernels/direct_file.h"
+#include "../../runtime/kernels/read_threads.h"
 #include "../../runtime/kernels/stream_layout.h"
 #include "../../runtime/kernels/stream_pace.h"
 #include "../../runtime/kernels/tile_rows.h"
@@ -223,6 +225,31 @@ class StreamedModel {
     StreamSettings settings_{};
 };
 
+void check_no_thread(Random& random) {
+    current_case() = "a system without another thread";
+    const Ranges ranges(random, 2);
+    const TemporaryFile file(ranges.content, false);
+    const DirectFile opened(file.descriptor(), "the file");
+    AlignedBuffer into;
+    into.allocate(kUnit);
+    ReadThreads threads(opened);
+    pthread_attr_t usual, huge;
+    pthread_getattr_default_np(&usual);
+    pthread_attr_init(&huge);
+    pthread_attr_setstacksize(&huge, size_t{1} << 50);  // no address space has room for that
+    pthread_setattr_default_np(&huge);
+    ReadEnd ends[kMostReads];
+    threads.start({3, static_cast<int64_t>(kUnit), kUnit, into.data()});
+    check(threads.take(kTimeout, 1, ends) == 1 && ends[0].tag == 3, "a read ends that no thread can take");
+    check(ends[0].problem.find("no thread") == 0, "it ends with what is wrong");
+    pthread_setattr_default_np(&usual);
+    threads.start({4, static_cast<int64_t>(kUnit), kUnit, into.data()});
+    check(threads.take(kTimeout, 1, ends) == 1 && ends[0].problem.empty(), "the next is read");
+    check(std::memcmp(into.data(), ranges.content.data() + kUnit, kUnit) == 0, "what is read is the file's");
+    pthread_attr_destroy(&huge);
+    pthread_attr_destroy(&usual);
+}
+
 void check_decoder(Random& random, const Kernels& kernels, Results& results) {
     const Model model = make_model(random, false);
     const std::vector<std::vector<Chunk>> steps = {
@@ -258,6 +285,7 @@ void test_stream(const Kernels& kernels, Results& results) {
         for (bool in_memory : {false, true}) check_ranges(random, buffers, in_memory);
     }
     check_ends(random);
+    check_no_thread(random);
     check_pace();
     check_decoder(random, kernels, results);
 }
