@@ -5,10 +5,12 @@ import os
 import shutil
 import subprocess
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from shared import made_once
 from wheels import install, pip_wheel
 
 ROOT = Path(__file__).parents[2]
@@ -41,13 +43,19 @@ def build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return pip_wheel(folder, fast, environment=clean | environment)
 
 
-def built(folder: Path, **environment: str) -> Built:
-    sources = python_sources()
-    result = build(folder, **environment)
-    assert result.returncode == 0, result.stdout + result.stderr
+def built(factory: pytest.TempPathFactory, name: str, environment: Callable[[Path], dict[str, str]]) -> Built:
+    """A wheel that is built once, in the environment for its folder."""
+
+    def make(folder: Path) -> None:
+        (folder / "sources.json").write_text(json.dumps(sorted(python_sources())))
+        result = build(folder, **environment(folder))
+        assert result.returncode == 0, result.stdout + result.stderr
+
+    folder = made_once(factory, name, make)
     (path,) = folder.glob("*.whl")
     with zipfile.ZipFile(path) as archive:
-        return Built(path, frozenset(archive.namelist()), sources)
+        names = frozenset(archive.namelist())
+    return Built(path, names, frozenset(json.loads((folder / "sources.json").read_text())))
 
 
 def no_compiler(folder: Path) -> dict[str, str]:
@@ -62,13 +70,12 @@ def no_compiler(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def kernel_wheel(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return built(tmp_path_factory.mktemp("kernels"), NYBBLE_REQUIRE_KERNELS="1")
+    return built(tmp_path_factory, "kernel-wheel", lambda folder: {"NYBBLE_REQUIRE_KERNELS": "1"})
 
 
 @pytest.fixture(scope="module")
 def pure_wheel(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    folder = tmp_path_factory.mktemp("pure")
-    return built(folder, **no_compiler(folder))
+    return built(tmp_path_factory, "pure-wheel", no_compiler)
 
 
 FOUND = """
