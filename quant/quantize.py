@@ -190,7 +190,9 @@ def check_recipe(recipe: Recipe, spec: ModelSpec) -> None:
 
 def _say_if_short(spec: ModelSpec, recipe: Recipe, tokens: int) -> None:
     layers = [layer for layer in range(spec.num_layers) if spec.mixture_of(layer) is None]
-    widest = max((linear.in_features for layer in layers for linear in spec.linears(layer)), default=0)
+    if not layers:  # a mixture's have no correction
+        return
+    widest = max(linear.in_features for layer in layers for linear in spec.linears(layer))
     if trusted_share(1.0, tokens, widest) < 1:
         log.warning(
             "the calibration text has %d tokens, and layers have up to %d inputs: correction, %g, is "
