@@ -17,7 +17,7 @@ from .residency import ResidencyPlan
 
 # Resident after importing what a run needs: interpreter, numpy, tokenizers, jinja2, the kernels. CPython
 # 3.11, Linux x86-64.
-IMPORTS = 50_000_000
+IMPORTS = 52_000_000
 PAGE = 16  # tokens of its pages, whatever the profile has
 # A piece of a matrix while it is packed, in its old form and as tiles.
 LOADING_PIECE = 8_000_000
