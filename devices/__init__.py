@@ -22,6 +22,7 @@ from .resolve import list_profiles, resolve_device
 from .sharing import share_pages
 from .shortage import describe_shortage
 from .sizes import format_bytes, parse_bytes, parse_memory_budget
+from .streaming import total_experts
 from .tuned import save_tuned, with_tuned
 
 __all__ = [
@@ -76,6 +77,7 @@ __all__ = [
     "share_pages",
     "slowed",
     "smallest_plan",
+    "total_experts",
     "ways_to_fit",
     "weight_bytes",
     "with_tuned",

@@ -86,7 +86,7 @@ def _changed(run: RunSettings) -> Iterator[tuple[tuple[str, ...], RunSettings]]:
     if run.executor == "cpu" and run.kv != "int8":
         changes.append(("kv_dtype int8", {"kv_dtype": "int8"}))
     if run.executor == "cpu" and run.residency is None:
-        least = least_residency(run.spec.num_layers)
+        least = least_residency(run.spec)
         changes.append(("weights streamed under memory_budget", {"residency": least}))
     for count in range(len(changes) + 1):
         for some in combinations(changes, count):

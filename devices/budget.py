@@ -9,7 +9,7 @@ from .memory_plan import SMALLEST_STEP, MemoryPlan, RunSettings
 from .planner import most_sequences
 from .plans import plan_memory
 from .profile import KvDtype
-from .streaming import residencies
+from .streaming import residencies, total_experts
 
 
 def plan_within(
@@ -23,9 +23,10 @@ def plan_within(
 
     1. sequences at once, down to one; those that find no room wait;
     2. tokens of a step, down to 64: prompts are computed in smaller pieces;
-    3. layers in memory: as few are streamed as need be, at equal distances;
-    4. the head in memory, then all but two buffers;
-    5. the cache's type: `kv_dtypes` are those that may stand for `run.kv`, best first. Only this one changes
+    3. experts of mixtures in memory, which then are read when they are chosen, but for those chosen most;
+    4. layers in memory: as few are streamed as need be, at equal distances;
+    5. the head in memory, then all but two buffers and two experts;
+    6. the cache's type: `kv_dtypes` are those that may stand for `run.kv`, best first. Only this one changes
        what the model answers.
 
     What is over gives steps more tokens, and then holds more sequences, up to `max_sequences`, which is
@@ -84,6 +85,9 @@ def _concessions(plan: MemoryPlan, run: RunSettings, asked: int) -> tuple[str, .
         said.append(f"{plan.sequences} of {asked} sequences run at once")
     if plan.token_budget < run.tokens:
         said.append(f"steps have {plan.token_budget} tokens at most, not {run.tokens}")
+    if residency.expert_slots:
+        experts = total_experts(run.spec)
+        said.append(f"{residency.expert_slots} of {experts} experts are in memory, the others streamed")
     if residency.streamed_layers:
         said.append(f"{len(residency.streamed_layers)} of {residency.num_layers} layers are streamed")
     if residency.streamed_head:

@@ -33,9 +33,10 @@ def plan_on_kernels(run: RunSettings) -> MemoryPlan:
     spec = run.spec
     residency = run.residency or ResidencyPlan(spec.num_layers)
     sizes = packed_bytes(spec, run.recipe, run.linear_bytes)
-    streamed = set(residency.streamed_layers)
+    streamed, by_use = set(residency.streamed_layers), residency.expert_slots > 0
     resident = [layer for number, layer in enumerate(sizes.layers) if number not in streamed]
-    sections = [layer.section for layer in sizes.layers]
+    sections = [layer.read(by_use) for layer in sizes.layers]
+    partly = [layer for n, layer in enumerate(sizes.layers) if n in streamed or (by_use and layer.experts)]
     head_tile = tile_bytes(16, spec.hidden_size, HEAD_BITS, HEAD_GROUP_SIZE, True)
     pages = -(-run.length // PAGE) * run.sequences
     page = _page_bytes(spec, run.kv)
@@ -50,11 +51,14 @@ def plan_on_kernels(run: RunSettings) -> MemoryPlan:
         num_pages=pages,
         token_budget=run.tokens,
         residency=residency,
-        linears=sum(layer.linears for layer in resident),
+        linears=sum(layer.linears - (layer.experts if by_use else 0) for layer in resident),
         ends=0 if residency.streamed_head else sizes.ends,
-        # Those of streamed layers are copied when the file is opened.
-        norms=sum(layer.vectors for layer in sizes.layers) + sizes.last_norm,
-        buffers=residency.stream_buffer_bytes(sections, head_tile),
+        # Those of streamed layers are copied when the file is opened, and so are their permutations.
+        norms=sum(layer.vectors for layer in sizes.layers)
+        + sum(layer.permutations for layer in partly)
+        + sizes.last_norm,
+        buffers=residency.stream_buffer_bytes(sections, head_tile)
+        + residency.expert_slot_bytes(sizes.largest_expert),
         packed=0,
         kv_token=kv_bytes_per_token(spec, run.kv),
         kv=pages * page,
@@ -104,7 +108,7 @@ def _expert_rows(spec: ModelSpec, tokens: int) -> int:
     routed = padded(chosen + 3 * min(chosen, mixture.num_experts), 4)
     sizes, shared = _expert_sizes(spec), tokens if mixture.shared_intermediate_size else 0
     count = mixture.experts_per_token + (shared > 0)
-    found = 4 * tokens * (padded(mixture.num_experts, 16) + 3 * count) + 5 * (routed + shared)
+    found = 4 * tokens * (padded(mixture.num_experts, 16) + 3 * count) + 4 * (routed + shared)
     for rows, size in zip((routed, shared), sizes, strict=True):
         found += rows * (4 * max(hidden, 2 * size) + _quantized(max(hidden, size)))
     return found

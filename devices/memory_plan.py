@@ -89,8 +89,8 @@ class MemoryPlan:
     residency: ResidencyPlan
     linears: int  # linear layers that stay in memory, as they lie in the file or in arrays
     ends: int  # embedding and head, where they stay in memory
-    norms: int  # norms and biases of layers that stay in memory
-    buffers: int  # what streamed weights are read into
+    norms: int  # norms and biases
+    buffers: int  # what streamed weights are read into, and what is kept there of experts
     packed: int  # ONNX Runtime's own rearranged copy of the quantized weights
     kv_token: int  # one token's keys and values in all layers
     kv: int

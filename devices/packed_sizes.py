@@ -13,16 +13,32 @@ from .model_bytes import HEAD_BITS, HEAD_GROUP_SIZE, linears
 
 # Of the file: a section is filled up to SECTION bytes, its tensors begin at multiples of TENSOR.
 SECTION, TENSOR = 4096, 64
+ATTENTION = 4  # linear layers before those of experts
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """One layer: its linear layers' tiles with what they permute their inputs by, its norms, biases and
-    gates, and its section of the file, which is what a buffer holds of it while it is streamed."""
+    """One layer: its linear layers' tiles with what they permute their inputs by, and the latter alone, which
+    stays in memory in any case; its norms, biases and gates; and its section of the file, which is what a
+    buffer holds of it while it is streamed.
+
+    Of a mixture without the shared expert: what of `linears` is its experts'; the largest expert's part of
+    the file, which is what a slot holds; and the part of the section before them, which is all of it where
+    there is no mixture.
+    """
 
     linears: int
+    permutations: int
     vectors: int
     section: int
+    experts: int
+    largest_expert: int
+    dense_section: int
+
+    def read(self, by_use: bool) -> int:
+        """Of the section, what is read in every step of a layer that is streamed, where experts are read
+        when they are chosen and where they are not."""
+        return self.dense_section if by_use else self.section
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,10 @@ class PackedBytes:
     embedding: int
     ends: int
     last_norm: int
+
+    @property
+    def largest_expert(self) -> int:
+        return max(layer.largest_expert for layer in self.layers)
 
 
 def packed_bytes(
@@ -62,13 +82,25 @@ def _packed_bytes(
 
 def _layer_bytes(spec: ModelSpec, layer: int, matrices: Iterator[int], permuted: bool) -> LayerBytes:
     """Takes the layer's linear layers off `matrices`."""
-    tensors, vectors = [], [4 * size for size in spec.norms(layer).values()]
+    vectors = [4 * size for size in spec.norms(layer).values()]
     vectors += [4 * math.prod(shape) for shape in spec.gates(layer).values()]
+    tiles, permutations = [], []
     for linear in spec.linears(layer):
-        tensors += [next(matrices), 4 * linear.in_features if permuted else 0]
+        tiles.append(next(matrices))
+        permutations.append(4 * linear.in_features if permuted else 0)
         vectors += [4 * linear.out_features] if linear.bias else []
-    section = sum(padded(size, TENSOR) for size in (*tensors, *vectors))
-    return LayerBytes(sum(tensors), sum(vectors), padded(section, SECTION))
+    first, end = ATTENTION, ATTENTION + len(spec.expert_names(layer))
+    in_file = [padded(a, TENSOR) + padded(b, TENSOR) for a, b in zip(tiles, permutations, strict=True)]
+    section = sum(in_file) + sum(padded(size, TENSOR) for size in vectors)
+    return LayerBytes(
+        linears=sum(tiles) + sum(permutations),
+        permutations=sum(permutations),
+        vectors=sum(vectors),
+        section=padded(section, SECTION),
+        experts=sum(tiles[first:end]) + sum(permutations[first:end]),
+        largest_expert=max((sum(in_file[i : i + 3]) for i in range(first, end, 3)), default=0),
+        dense_section=padded(section - sum(in_file[first:end]), SECTION),
+    )
 
 
 def _matrix_bytes(linear: LinearSpec, recipe: Recipe | None) -> int:

@@ -1,6 +1,7 @@
 """How fast a planned run will be, from the roofline: bytes that have to be read over the bandwidth,
 operations over the integer rate, whichever takes longer, and for streamed weights what the disk gives."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from .memory_plan import MemoryPlan, RunSettings
 from .model_bytes import HEAD_BITS, linears
 from .packed_sizes import packed_bytes
 from .profile import DeviceProfile, KvDtype
+from .streaming import total_experts
 
 # What a step takes besides, in seconds: the engine and the sampler; the phases of a layer, between which
 # threads wait for each other.
@@ -102,8 +104,13 @@ class Roofline:
     def __init__(self, run: RunSettings, plan: MemoryPlan, rates: Rates) -> None:
         spec, sizes = run.spec, packed_bytes(run.spec, run.recipe, run.linear_bytes)
         self._spec, self._plan, self._rates = spec, plan, rates
-        streamed = sum(sizes.layers[layer].section for layer in plan.residency.streamed_layers)
-        self._streamed = streamed + (sizes.embedding if plan.residency.streamed_head else 0)
+        residency, slots = plan.residency, plan.residency.expert_slots
+        streamed = sum(sizes.layers[layer].read(slots > 0) for layer in residency.streamed_layers)
+        self._streamed = streamed + (sizes.embedding if residency.streamed_head else 0)
+        self._streamed_experts = 0.0  # bytes, were all read that are not in memory
+        if slots:
+            missing = 1 - min(1.0, slots / total_experts(spec))
+            self._streamed_experts = missing * sum(layer.experts for layer in sizes.layers)
         elements = sum(linear.out_features * linear.in_features for linear in linears(spec))
         linear_bytes = sum(layer.linears for layer in sizes.layers)
         bits = 4 if 8 * linear_bytes < 7 * elements else 8
@@ -133,12 +140,19 @@ class Roofline:
         spec, rates = self._spec, self._rates
         seconds = STEP + spec.num_layers * (LAYER + tokens * _elements(spec) * rates.efficiency.element)
         seconds += self._layers.seconds(tokens, rates) + self._head.seconds(rows, rates)
+        seconds += 4 * pairs * spec.q_size * spec.num_layers / (share * rates.integer_rate)
+        disk = rates.disk_bandwidth or math.inf
+        experts = 0.0
         if (mixture := spec.mixture) is not None:
             active = mixture.experts_per_token / mixture.num_experts
             # Read is what any token chose, computed what each did.
-            seconds += self._experts.seconds(tokens, rates, 1 - (1 - active) ** tokens, active)
-        seconds += 4 * pairs * spec.q_size * spec.num_layers / (share * rates.integer_rate)
-        return max(seconds, self._streamed / rates.disk_bandwidth) if rates.disk_bandwidth else seconds
+            chosen = 1 - (1 - active) ** tokens
+            experts = self._experts.seconds(tokens, rates, chosen, active)
+            if self._streamed_experts:
+                # From the disk it is read after the choice, while the layer's others are computed.
+                experts = max(experts, chosen * self._streamed_experts / disk)
+                return experts + max(seconds, self._streamed / disk)
+        return max(seconds + experts, self._streamed / disk)
 
 
 @dataclass(frozen=True)

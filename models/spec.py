@@ -336,6 +336,14 @@ class ModelSpec:
             StoredLinear(down, (down,)),
         )
 
+    def expert_names(self, layer: int) -> tuple[str, ...]:
+        """The names of the layer's linear layers that are an expert's of which tokens choose some, three for
+        each in ascending order."""
+        mixture = self.mixture_of(layer)
+        if mixture is None:
+            return ()
+        return tuple(linear.name for linear in self.linears(layer)[4 : 4 + 3 * mixture.num_experts])
+
     def active_linears(self, layer: int) -> tuple[LinearSpec, ...]:
         """Those of `linears` that a token goes through: of a mixture's experts as many as it chooses, for
         which the first ones stand."""

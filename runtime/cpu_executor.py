@@ -23,7 +23,7 @@ from .batch import Batch
 from .batch_check import DIMENSIONS, check_group, check_kinds
 from .executor import KvDtype, KvLayout
 from .packed_weights import SYMMETRIC, FreshlyPacked, PackedLinear, PackedSource
-from .streaming import READ_TIMEOUT, check_residency, stream_of
+from .streaming import READ_TIMEOUT, ExpertReads, check_residency, stream_of
 
 PAGE_SIZE = 16
 PAGE_FORMAT = "cpu-1"  # kernels/layout.h's KvShape
@@ -217,6 +217,11 @@ class CpuExecutor:
     @property
     def best_tokens(self) -> list[int]:
         return self._open().best_tokens  # type: ignore[no-any-return]
+
+    @property
+    def expert_reads(self) -> ExpertReads:
+        """What was read so far of experts that are streamed."""
+        return ExpertReads(*self._open().expert_counts)
 
     def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32], group: int = 0) -> None:
         """Copies page src[i] to dst[i] in the layers of a window group, as if all were read first. Raises

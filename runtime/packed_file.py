@@ -8,10 +8,11 @@ table      JSON, to the end of the file: {"sections": [...]}, in the file's orde
 ```
 
 A section begins at a multiple of 4096 and is filled up to the next one with zeros; its tensors begin at
-multiples of 64. In the table it is `{"offset", "size", "crc32", "tensors"}`, where `tensors` gives `offset`
-and `size` of each tensor by name, counted from the file's start. A linear layer also has `rows`, `columns`,
-`bits`, `kind` and `slices_per_group` (`kernels/layout.h`); `NAME.permutation` is int32, norms, biases and
-gates are float32. All numbers are in the machine's own byte order; on a machine of the other, no CRC-32 fits.
+multiples of 64. The experts of a mixture come last in it, one behind the other, the shared one before them.
+In the table it is `{"offset", "size", "crc32", "tensors"}`, where `tensors` gives `offset` and `size` of each
+tensor by name, counted from the file's start. A linear layer also has `rows`, `columns`, `bits`, `kind` and
+`slices_per_group` (`kernels/layout.h`); `NAME.permutation` is int32, norms, biases and gates are float32. All
+numbers are in the machine's own byte order; on a machine of the other, no CRC-32 fits.
 
 Nothing in a file is believed: from each linear layer's bits, kind and group the whole table is computed
 again, and must equal the one in the file; then every section's CRC-32 is checked, before any of it is used.
@@ -103,10 +104,17 @@ class MappedWeights:
 
 def sections_of(spec: ModelSpec) -> Iterator[dict[str, tuple[int, ...]]]:
     """Name to shape of the tensors of each section."""
-    layers = [spec.layer_tensors(layer) for layer in range(spec.num_layers)]
+    layers = [_experts_last(spec, layer) for layer in range(spec.num_layers)]
     in_layers = {name for layer in layers for name in layer}
     yield {name: shape for name, shape in spec.tensors().items() if name not in in_layers}
     yield from layers
+
+
+def _experts_last(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
+    """A layer's tensors, so that what every token goes through is one piece, and so is each expert."""
+    shapes = spec.layer_tensors(layer)
+    experts = {name: shapes.pop(name) for name in spec.expert_names(layer)}
+    return shapes | experts
 
 
 def write_packed(output: BinaryIO, source: PackingSource, digest: str) -> None:
@@ -194,8 +202,8 @@ def _form(rows: int, columns: int, bits: int, kind: int, slices_per_group: int) 
 def read_packed(
     descriptor: int, file: Path, spec: ModelSpec, digest: str, residency: ResidencyPlan | None = None
 ) -> MappedWeights:
-    """The checked weights of an open file; `file` is its name. Of sections that `residency` streams, nothing
-    becomes resident but norms, biases, gates and permutations, which are copied."""
+    """The checked weights of an open file; `file` is its name. Of what `residency` streams, sections or the
+    experts in them, nothing becomes resident but norms, biases, gates and permutations, which are copied."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise UnusableFile("it is not a regular file")
@@ -215,26 +223,28 @@ def read_packed(
         raise UnusableFile("its table is not that of this model")
     mapped = mmap.mmap(descriptor, end, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     content = np.frombuffer(mapped, np.uint8)
-    if residency is not None:
-        for number, section in enumerate(expected):
-            if _is_streamed(residency, number):
-                set_apart(mapped, section["offset"], section["size"])
+    begins = [_streamed_from(spec, residency, number, section) for number, section in enumerate(expected)]
+    for begin, section in zip(begins, expected, strict=True):
+        set_apart(mapped, begin, section["offset"] + section["size"] - begin)
     linears, vectors = {}, {}
     for number, (shapes, section) in enumerate(zip(sections_of(spec), expected, strict=True)):
-        streamed = residency is not None and _is_streamed(residency, number)
-        place, tensors = (section["offset"], section["size"]), section["tensors"]
-        crc = crc32_of(descriptor, *place) if streamed else zlib.crc32(_view(content, section).data)
-        if crc != section["crc32"]:
+        begin, end, tensors = begins[number], section["offset"] + section["size"], section["tensors"]
+        crc = zlib.crc32(content[section["offset"] : begin].data)
+        if crc32_of(descriptor, begin, end - begin, crc) != section["crc32"]:
             raise UnusableFile(f"the CRC-32 of section {number} differs")
+
+        def small(entry: dict[str, int], dtype: type[np.generic], begin: int = begin) -> NDArray[Any]:
+            return _small(content, descriptor, entry, dtype, entry["offset"] >= begin)
+
         for name in shapes:
             if name in spec.float_names:
-                vectors[name] = _small(content, descriptor, tensors[name], np.float32, streamed)
+                vectors[name] = small(tensors[name], np.float32)
                 continue
             order = tensors.get(f"{name}.permutation")
-            permutation = None if order is None else _small(content, descriptor, order, np.int32, streamed)
+            permutation = None if order is None else small(order, np.int32)
             linears[name] = _linear(content, tensors[name], permutation)
-        if streamed:
-            forget(descriptor, *place)
+        if begin < end:
+            forget(descriptor, begin, end - begin)
     sections = [
         Section(x["offset"], x["size"], {name: entry["offset"] for name, entry in x["tensors"].items()})
         for x in expected
@@ -242,8 +252,17 @@ def read_packed(
     return MappedWeights(spec, linears, vectors, SectionedFile(file, descriptor, sections))
 
 
-def _is_streamed(residency: ResidencyPlan, section: int) -> bool:
-    return residency.streamed_head if section == 0 else section - 1 in residency.streamed_layers
+def _streamed_from(
+    spec: ModelSpec, residency: ResidencyPlan | None, number: int, section: dict[str, Any]
+) -> int:
+    """Where in the file the part of a section begins that is streamed; its end where none is."""
+    begin, layer = section["offset"], number - 1
+    if residency is not None:
+        if residency.streamed_head if number == 0 else layer in residency.streamed_layers:
+            return int(begin)
+        if number > 0 and residency.expert_slots and (experts := spec.expert_names(layer)):
+            return int(section["tensors"][experts[0]]["offset"])
+    return int(begin + section["size"])
 
 
 def _checked_preamble(raw: bytes, digest: str) -> Preamble:

@@ -16,7 +16,7 @@ from ..quant.packing_nf4 import AnyQuantized, Nf4Tensor
 from ..quant.packing_rows import MatrixKind, MatrixRows
 
 # Raised whenever the same weights would become other bytes: files of packed weights are then made again.
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 TILE_ROWS = 16
 SLICE = 32
 SYMMETRIC, ZERO_POINT, MINIMUM, NF4 = range(4)

@@ -54,10 +54,10 @@ def set_apart(mapped: mmap.mmap, offset: int, size: int) -> None:
         mapped.madvise(mmap.MADV_RANDOM, begin, end - begin)
 
 
-def crc32_of(descriptor: int, offset: int, size: int) -> int:
-    """The CRC-32 of a part of a file, of which nothing stays in the page cache that this process brought
-    there. Of a file that ends before, that of what there is."""
-    buffer, crc, end = bytearray(min(size, _AT_ONCE)), 0, offset + size
+def crc32_of(descriptor: int, offset: int, size: int, crc: int = 0) -> int:
+    """The CRC-32 of a part of a file behind what has `crc`. Nothing of it stays in the page cache that this
+    process brought there. Of a file that ends before, that of what there is."""
+    buffer, end = bytearray(min(size, _AT_ONCE)), offset + size
     while offset < end:
         count = os.preadv(descriptor, [memoryview(buffer)[: end - offset]], offset)
         if count == 0:

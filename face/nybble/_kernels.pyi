@@ -82,19 +82,33 @@ class DecoderBuilder:
         head: NDArray[np.uint8],
         head_slices: int,
     ) -> None: ...
+    def stream_experts(self, layer: int, tiles: list[int]) -> None:
+        """A layer whose experts are read when they are chosen: where the tiles of each one's gate, up and
+        down begin in the file, without the shared one's. In ascending order, before `stream_layer`, after
+        what it names has been set."""
+
     def stream_layer(self, layer: int, offset: int, bytes: int, tiles: list[int]) -> None:
-        """A layer that is read in every step: its section of the file, and where its seven linear layers'
-        tiles begin in the file. In ascending order, after what it names has been set."""
+        """A layer that is read in every step: its section of the file, or the part before such experts, and
+        where its linear layers' tiles begin in the file, without theirs. In ascending order, after what it
+        names has been set."""
 
     def stream_head(self, embedding_tiles: int, head_tiles: int) -> None:
         """The same for embedding and head."""
 
 class StreamFile:
-    """The open file that streamed weights are read from, into `buffers` buffers of `buffer_bytes`; a step
-    fails where no read ends for `timeout` seconds. `file` is its name in messages."""
+    """The open file that streamed weights are read from, into `buffers` buffers of `buffer_bytes` and, those
+    of experts, into `expert_slots` slots of `slot_bytes`; a step fails where no read ends for `timeout`
+    seconds. `file` is its name in messages."""
 
     def __init__(
-        self, descriptor: int, file: str, buffers: int, buffer_bytes: int, timeout: float
+        self,
+        descriptor: int,
+        file: str,
+        buffers: int,
+        buffer_bytes: int,
+        expert_slots: int,
+        slot_bytes: int,
+        timeout: float,
     ) -> None: ...
 
 class Decoder:
@@ -134,6 +148,11 @@ class Decoder:
     @property
     def step_bytes(self) -> int:
         """Bytes of the buffers that steps of the reserved sizes write to."""
+
+    @property
+    def expert_counts(self) -> list[int]:
+        """Of experts that are read when they are chosen, since the start: how many layers of steps needed,
+        how many of them were read, and their bytes."""
 
 class TokenSampler:
     """Chooses a token from a row of logits as `runtime/sampler.py` does in numpy, in float32."""

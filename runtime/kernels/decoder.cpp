@@ -104,7 +104,7 @@ void Decoder::step(const StepInput& input, float* logits) {
 void Decoder::step_with_stream() {
     const bool alone = pace_.alone(input_->tokens);
     const auto begin = std::chrono::steady_clock::now();
-    stream_->begin_step(input_->rows > 0);
+    stream_->begin_step(input_->rows > 0, input_->tokens);
     pool_.run(run_of, this, alone);
     stream_->end_step();
     const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
@@ -147,10 +147,11 @@ void Decoder::run(int thread) {
         if (w.experts.empty()) {
             run_mlp(thread, w, work + 3);
         } else {
-            run_experts(thread, w, work + 3);
+            if (!run_experts(thread, layer, work + 3)) return;
         }
         pool_.barrier();
         if (w.streamed && thread == 0) stream_->release();
+        if (w.experts_by_use > 0 && thread == 0) stream_->release_experts();
     }
     each_token(thread, input_->tokens, [&](int t) { add_mlp(t, weights_.layers.back()); });
     if (input_->rows == 0) return;
@@ -337,6 +338,7 @@ void Decoder::keep_reading(int thread) {
 void Decoder::fetch_layer(LayerWeights& layer) {
     const uint8_t* bytes = stream_->acquire();
     for (int i = 0; i < layer.linear_count(); ++i) {
+        if (layer.by_use(i)) continue;
         layer.linear(i).tiles = bytes == nullptr ? nullptr : bytes + layer.place(i);
     }
 }

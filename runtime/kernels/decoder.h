@@ -45,6 +45,8 @@ class Decoder {
     const Kernels& kernels() const { return kernels_; }
     int threads() const { return pool_.size(); }
     size_t step_bytes() const { return buffers_.bytes() + experts_.bytes(); }
+    // Of experts that are read when they are chosen.
+    ExpertCounts expert_counts() const { return stream_ ? stream_->expert_counts() : ExpertCounts{}; }
 
   private:
     // The step as one thread sees it: phases with barriers between them.
@@ -65,7 +67,9 @@ class Decoder {
     void run_mlp(int thread, const LayerWeights& layer, SharedWork* work);
     const float* gated(int thread, int t, const LayerWeights& layer);
     // The phases of a mixture of experts, decoder_experts.cpp; what it gives is summed up by combine_experts.
-    void run_experts(int thread, const LayerWeights& layer, SharedWork* work);
+    // False where experts could not be read.
+    bool run_experts(int thread, int layer, SharedWork* work);
+    void run_expert_round(int thread, const LayerWeights& layer, SharedWork* work);
     void choose_experts(int t, const LayerWeights& layer);
     void quantize_expert_input(int thread, const LayerWeights& layer, const ExpertGroup& group, int row);
     void quantize_expert_inner(int thread, const LayerWeights& layer, const ExpertGroup& group, int row);
@@ -76,6 +80,8 @@ class Decoder {
     // Of thread 0, before a barrier: streamed weights are there for all threads after it.
     void fetch_layer(LayerWeights& layer);
     void fetch_head_piece(HeadPiece& piece);
+    void group_experts(int layer);
+    void fetch_experts(LayerWeights& layer);
     void keep_reading(int thread);
     void step_with_stream();
     static void run_of(void* self, int thread);

@@ -29,6 +29,8 @@ struct StreamFile {
     std::string file;
     int buffers;
     int64_t buffer_bytes;
+    int expert_slots;
+    int64_t slot_bytes;
     double timeout;  // seconds
 };
 
@@ -39,8 +41,9 @@ class PyDecoder {
             fail("threads", "is " + std::to_string(threads) + "; expected 1 to 1024");
         std::unique_ptr<WeightStream> opened;
         if (stream != nullptr) {
-            opened = builder.open_stream(stream->descriptor, stream->file, stream->buffers,
-                                         stream->buffer_bytes, stream->timeout);
+            opened =
+                builder.open_stream(stream->descriptor, stream->file, stream->buffers, stream->buffer_bytes,
+                                    stream->expert_slots, stream->slot_bytes, stream->timeout);
         }
         DecoderWeights weights = builder.take(keep_);
         const Kernels& kernels = select_kernels(isa);
@@ -167,6 +170,10 @@ class PyDecoder {
     std::string isa() const { return decoder_->kernels().name; }
     int threads() const { return decoder_->threads(); }
     size_t step_bytes() const { return decoder_->step_bytes(); }
+    std::vector<uint64_t> expert_counts() const {
+        const ExpertCounts counts = decoder_->expert_counts();
+        return {counts.needed, counts.read, counts.bytes};
+    }
 
   private:
     std::vector<int> layers_of(int group) const {
@@ -284,11 +291,12 @@ void bind_decoder(nb::module_& m) {
              "k"_a.none())
         .def("set_ends", &Builder::set_ends, "norm"_a.noconvert(), "embedding"_a.noconvert(),
              "embedding_slices"_a, "head"_a.noconvert(), "head_slices"_a)
+        .def("stream_experts", &Builder::stream_experts, "layer"_a, "tiles"_a)
         .def("stream_layer", &Builder::stream_layer, "layer"_a, "offset"_a, "bytes"_a, "tiles"_a)
         .def("stream_head", &Builder::stream_head, "embedding_tiles"_a, "head_tiles"_a);
     nb::class_<StreamFile>(m, "StreamFile")
-        .def(nb::init<int, std::string, int, int64_t, double>(), "descriptor"_a, "file"_a, "buffers"_a,
-             "buffer_bytes"_a, "timeout"_a);
+        .def(nb::init<int, std::string, int, int64_t, int, int64_t, double>(), "descriptor"_a, "file"_a,
+             "buffers"_a, "buffer_bytes"_a, "expert_slots"_a, "slot_bytes"_a, "timeout"_a);
     nb::class_<PyDecoder>(m, "Decoder")
         .def(nb::init<Builder&, int, const std::string&, const StreamFile*>(), "builder"_a, "threads"_a,
              "isa"_a, "stream"_a.none() = nb::none())
@@ -306,7 +314,8 @@ void bind_decoder(nb::module_& m) {
         .def_prop_ro("page_bytes", &PyDecoder::page_bytes)
         .def_prop_ro("isa", &PyDecoder::isa)
         .def_prop_ro("threads", &PyDecoder::threads)
-        .def_prop_ro("step_bytes", &PyDecoder::step_bytes);
+        .def_prop_ro("step_bytes", &PyDecoder::step_bytes)
+        .def_prop_ro("expert_counts", &PyDecoder::expert_counts);
 }
 
 }  // namespace nybble

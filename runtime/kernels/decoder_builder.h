@@ -152,20 +152,47 @@ class Builder {
         keep_.push_back(nb::cast(head));
     }
 
-    // A layer whose tiles are read in every step: its section of the file, and where its tiles are in the
-    // file. In ascending order, when its linear layers have been set.
+    // A layer whose experts are read when they are chosen: where the tiles of each expert's gate, up and down
+    // are in the file, without the shared one's. In ascending order, when its linear layers have been set,
+    // and before `stream_layer` of it.
+    void stream_experts(int layer, const std::vector<int64_t>& tiles) {
+        const int first = places_.experts.empty() ? 0 : places_.experts.back().layer + 1;
+        check_range("layer", &layer, 1, first, c_.num_layers);
+        LayerWeights& w = w_.layers[layer];
+        if (w.experts.empty()) fail("layer", "has no mixture of experts");
+        if (!places_.layers.empty() && places_.layers.back().layer >= layer) fail("layer", "is streamed");
+        check_size("tiles", tiles.size(), static_cast<size_t>(c_.mixture.experts) * kExpertLinears);
+        for (int e = 0; e < c_.mixture.experts; ++e) {
+            int64_t end = 0;
+            for (int i = 0; i < kExpertLinears; ++i) {
+                const PackedLinear& linear = w.experts[e].linears[i];
+                const int64_t begin = tiles[static_cast<size_t>(e) * kExpertLinears + i];
+                if (linear.rows == 0) fail("layer " + std::to_string(layer), "lacks a linear layer");
+                if (begin < end || begin > kMostBytes) fail("tiles", "do not follow each other in the file");
+                end = begin + static_cast<int64_t>(linear.bytes());
+            }
+        }
+        w.experts_by_use = c_.mixture.experts;
+        places_.experts.push_back({layer, tiles});
+    }
+
+    // A layer whose tiles are read in every step: its section of the file, or the part before experts that
+    // are read when they are chosen, and where its tiles are in the file, without those experts'. In
+    // ascending order, when its linear layers have been set.
     void stream_layer(int layer, int64_t offset, int64_t bytes, const std::vector<int64_t>& tiles) {
         const int first = places_.layers.empty() ? 0 : places_.layers.back().layer + 1;
         check_range("layer", &layer, 1, first, c_.num_layers);
         LayerWeights& w = w_.layers[layer];
-        check_size("tiles", tiles.size(), w.linear_count());
+        check_size("tiles", tiles.size(), w.linear_count() - kExpertLinears * w.experts_by_use);
         constexpr int64_t kUnit = kDirectAlignment;
         if (offset < 0 || bytes < kUnit || bytes > kMostBytes || offset > kMostBytes || offset % kUnit ||
             bytes % kUnit) {
             fail("section", "is not made of whole units of the file");
         }
+        const int64_t* place = tiles.data();
         for (int i = 0; i < w.linear_count(); ++i) {
-            const int64_t begin = tiles[i] - offset;
+            if (w.by_use(i)) continue;
+            const int64_t begin = *place++ - offset;
             const int64_t size = static_cast<int64_t>(w.linear(i).bytes());
             if (size == 0) fail("layer " + std::to_string(layer), "lacks a linear layer");
             if (begin < 0 || begin > bytes - size) fail("tiles", "are out of their section");
@@ -188,19 +215,30 @@ class Builder {
 
     // Makes the stream of what is streamed, after which `take` gives weights that go with it.
     std::unique_ptr<WeightStream> open_stream(int descriptor, const std::string& file, int buffers,
-                                              int64_t buffer_bytes, double timeout) {
+                                              int64_t buffer_bytes, int expert_slots, int64_t slot_bytes,
+                                              double timeout) {
         if (buffers < 2 || buffers > 1024) fail("buffers", "is out of range");
         if (!(timeout > 0 && timeout < 1e6)) fail("timeout", "is out of range");
-        int64_t least = places_.head ? static_cast<int64_t>(smallest_buffer(w_.head)) : 1;
+        int64_t least = places_.head ? static_cast<int64_t>(smallest_buffer(w_.head)) : 0, least_slot = 0;
         for (const StreamPlaces::Layer& layer : places_.layers) {
             least = std::max(least, static_cast<int64_t>(layer.bytes));
         }
-        if (buffer_bytes < least || buffer_bytes > kMostBytes) {
-            fail("buffer_bytes",
-                 "is " + std::to_string(buffer_bytes) + "; expected at least " + std::to_string(least));
+        for (const StreamPlaces::Experts& place : places_.experts) {
+            for (int e = 0; e < c_.mixture.experts; ++e) {
+                const int64_t* tiles = place.tiles.data() + static_cast<size_t>(e) * kExpertLinears;
+                const ExpertRange range = range_of_expert(w_.layers[place.layer].experts[e], tiles);
+                least_slot = std::max(least_slot, static_cast<int64_t>(range.bytes));
+            }
         }
-        StreamSettings settings =
-            stream_weights(w_, places_, buffers, static_cast<size_t>(buffer_bytes), timeout);
+        check_buffer("buffer_bytes", buffer_bytes, least);
+        check_buffer("slot_bytes", slot_bytes, least_slot);
+        if (expert_slots < (places_.experts.empty() ? 0 : 2) || expert_slots > kMostSlots) {
+            fail("expert_slots", "is out of range");
+        }
+        StreamSettings settings = stream_weights(
+            w_, places_,
+            {buffers, static_cast<size_t>(buffer_bytes), expert_slots, static_cast<size_t>(slot_bytes)},
+            timeout);
         try {
             return std::make_unique<WeightStream>(descriptor, file, std::move(settings));
         } catch (const std::system_error& error) {
@@ -229,6 +267,14 @@ class Builder {
   private:
     static constexpr int64_t kMostBytes = int64_t{1} << 50;  // so that sums of them do not overflow
     static constexpr int kMostExperts = 1 << 16;
+    static constexpr int kMostSlots = 1 << 24;
+
+    static void check_buffer(const char* name, int64_t bytes, int64_t least) {
+        if (bytes >= least && bytes <= kMostBytes && bytes % static_cast<int64_t>(kDirectAlignment) == 0)
+            return;
+        fail(name, "is " + std::to_string(bytes) + "; expected at least " + std::to_string(least) +
+                       ", in whole units of the file");
+    }
 
     struct Shape {
         int rows, columns;

@@ -1,4 +1,7 @@
 // The phases of a layer that has a mixture of experts: route, sort rows by expert, gate/up and down of each.
+// Where experts are read when they are chosen, the last two are done in rounds: first for those in memory,
+// then for those that have come meanwhile. What experts give is added up in their order at the end, whatever
+// the rounds.
 #include <algorithm>
 
 #include "decoder.h"
@@ -7,7 +10,8 @@
 namespace nybble {
 namespace {
 
-constexpr int kRouterRows = 16;  // of the router, multiplied with a block of tokens at a time
+constexpr int kMixturePhases = 5;  // that deal work: the router, and those of a round
+constexpr int kRouterRows = 16;    // of the router, multiplied with a block of tokens at a time
 
 }  // namespace
 
@@ -16,7 +20,8 @@ float* Decoder::expert_row(int t) const {
     return buffers_.projected.floats() + static_cast<size_t>(t) * buffers_.hidden;
 }
 
-void Decoder::run_experts(int thread, const LayerWeights& w, SharedWork* work) {
+bool Decoder::run_experts(int thread, int layer, SharedWork* work) {
+    const LayerWeights& w = weights_.layers[layer];
     StepBuffers& b = buffers_;
     const int tokens = input_->tokens, experts = config_.mixture.experts;
     each_token(thread, tokens, [&](int t) {
@@ -36,19 +41,63 @@ void Decoder::run_experts(int thread, const LayerWeights& w, SharedWork* work) {
     pool_.barrier();
     each_token(thread, tokens, [&](int t) { choose_experts(t, w); });
     pool_.barrier();
-    if (thread == 0) experts_.group(tokens);
+    if (thread == 0) group_experts(layer);
     pool_.barrier();
+    for (;;) {
+        if (experts_.round_begin() == experts_.round_end()) return false;
+        run_expert_round(thread, w, work);
+        if (experts_.is_last_round()) return true;
+        pool_.barrier();
+        if (thread == 0) {
+            stream_->release_experts();
+            for (int phase = 1; phase < kMixturePhases; ++phase) work[phase].reset();
+            fetch_experts(weights_.layers[layer]);
+        }
+        pool_.barrier();
+    }
+}
+
+// Of thread 0, which sees no other at work.
+void Decoder::group_experts(int layer) {
+    LayerWeights& w = weights_.layers[layer];
+    if (w.experts_by_use == 0) return experts_.group(input_->tokens);
+    experts_.group(input_->tokens, stream_->expert_slots(layer));
+    stream_->begin_experts(layer);
+    for (const ExpertGroup& group : experts_.groups()) {
+        if (group.expert < w.experts_by_use) stream_->need_expert(group.expert, group.rows);
+    }
+    experts_.begin_rounds();
+    fetch_experts(w);
+}
+
+// The next round: all experts that are there. The first has the shared one, for which it does not wait for
+// others.
+void Decoder::fetch_experts(LayerWeights& w) {
+    const int shared = config_.mixture.shared(), first = std::max(experts_.round_end(), shared);
+    const int end = first + stream_->acquire_experts(experts_.round_end() > 0 || shared == 0);
+    for (int group = first; group < end; ++group) {
+        ExpertWeights& expert = w.experts[experts_.groups()[group].expert];
+        const uint8_t* bytes = stream_->expert(group - shared);
+        for (int i = 0; i < kExpertLinears; ++i) expert.linears[i].tiles = bytes + expert.places[i];
+    }
+    experts_.next_round(end);
+}
+
+void Decoder::run_expert_round(int thread, const LayerWeights& w, SharedWork* work) {
+    StepBuffers& b = buffers_;
     const auto each_row = [&](SharedWork& shared, auto function) {
         shared.run(thread, experts_.blocks(), [&](int block) {
-            const ExpertGroup& group = experts_.group_of_block(block);
-            const int first = block * kBlockTokens;
-            for (int row = first; row < std::min(first + kBlockTokens, group.first_row + group.rows); ++row) {
-                function(group, row);
+            const auto [group, index] = experts_.block(block);
+            const int first = group->first_row + index * kBlockTokens;
+            for (int row = first; row < std::min(first + kBlockTokens, group->first_row + group->rows);
+                 ++row) {
+                function(*group, row);
             }
         });
     };
     each_row(work[1], [&](const ExpertGroup& g, int row) { quantize_expert_input(thread, w, g, row); });
     pool_.barrier();
+    keep_reading(thread);
     work[2].run(thread, experts_.gate_up_pieces(), [&](int index) {
         const auto [group, piece] = experts_.gate_up_piece(index);
         const ExpertWeights& expert = w.experts[group->expert];
@@ -65,6 +114,7 @@ void Decoder::run_experts(int thread, const LayerWeights& w, SharedWork* work) {
     pool_.barrier();
     each_row(work[3], [&](const ExpertGroup& g, int row) { quantize_expert_inner(thread, w, g, row); });
     pool_.barrier();
+    keep_reading(thread);
     work[4].run(thread, experts_.down_pieces(), [&](int index) {
         const auto [group, piece] = experts_.down_piece(index);
         const LinearJob job{&w.experts[group->expert].linears[kExpertDown], experts_.down_input(*group),

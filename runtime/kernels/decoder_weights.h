@@ -86,6 +86,8 @@ struct LayerWeights {
     // and the shared expert's gate, each padded.
     std::vector<ExpertWeights> experts;
     std::vector<float> router, shared_gate;
+    // So many experts, the first, are read when they are chosen: the others come with the layer.
+    int experts_by_use = 0;
 
     // The linear layers in the order that data meets them: an expert's follow each other.
     int linear_count() const {
@@ -96,6 +98,8 @@ struct LayerWeights {
         return is_expert(i) ? expert(i).permutations[expert_index(i)] : permutations[i];
     }
     size_t& place(int i) { return is_expert(i) ? expert(i).places[expert_index(i)] : places[i]; }
+
+    bool by_use(int i) const { return i >= kGate && i < kGate + kExpertLinears * experts_by_use; }
 
   private:
     bool is_expert(int i) const { return i >= kGate && !experts.empty(); }

@@ -10,6 +10,7 @@ namespace {
 constexpr size_t kRowActivation = kActivationBytes / kBlockTokens;  // bytes of a row and slice
 
 int tiles_of(int rows) { return (rows + kTileRows - 1) / kTileRows; }
+int blocks_of(int rows) { return (rows + kBlockTokens - 1) / kBlockTokens; }
 
 }  // namespace
 
@@ -46,7 +47,7 @@ void ExpertRows::reserve(int tokens) {
     token_of_row_.resize(all);
     fill_.resize(mixture_.experts);
     groups_.reserve(mixture_.all());
-    group_of_block_.reserve(all / kBlockTokens);
+    block_ends_.reserve(mixture_.all() + 1);
     gate_up_ends_.reserve(mixture_.all() + 1);
     down_ends_.reserve(mixture_.all() + 1);
     const size_t shared_stride = mixture_.shared() ? stride_of_expert(mixture_.experts) : 0;
@@ -61,8 +62,7 @@ void ExpertRows::reserve(int tokens) {
 size_t ExpertRows::bytes() const {
     const size_t numbers =
         logits_.size() + shares_.size() + experts_.size() + rows_.size() + token_of_row_.size();
-    return numbers * sizeof(float) + group_of_block_.capacity() * sizeof(int) + output_.bytes() +
-           activations_[0].bytes() + activations_[1].bytes();
+    return numbers * sizeof(float) + output_.bytes() + activations_[0].bytes() + activations_[1].bytes();
 }
 
 void ExpertRows::choose(int token) {
@@ -81,33 +81,34 @@ void ExpertRows::choose(int token) {
     if (mixture_.shared()) chosen[count] = mixture_.experts;
 }
 
-void ExpertRows::group(int tokens) {
+void ExpertRows::group(int tokens, const int32_t* slots) {
     std::fill(fill_.begin(), fill_.end(), 0);
     for (int t = 0; t < tokens; ++t) {
         const int32_t* chosen = experts(t);
         for (int i = 0; i < mixture_.per_token; ++i) ++fill_[chosen[i]];
     }
     groups_.clear();
-    group_of_block_.clear();
-    gate_up_ends_.assign(1, 0);
-    down_ends_.assign(1, 0);
-    int first_row = 0;
-    const auto add = [&](int expert, int rows) {
-        const int index = static_cast<int>(groups_.size()), blocks = (rows + kBlockTokens - 1) / kBlockTokens;
+    for (std::vector<int>* ends : {&block_ends_, &gate_up_ends_, &down_ends_}) ends->assign(1, 0);
+    const auto add = [&](int expert, int first_row, int rows) {
         groups_.push_back({expert, first_row, rows});
-        group_of_block_.insert(group_of_block_.end(), blocks, index);
+        block_ends_.push_back(block_ends_.back() + blocks_of(rows));
         gate_up_ends_.push_back(gate_up_ends_.back() +
                                 linear_pieces(2, tiles_of(mixture_.size_of(expert)), rows));
         down_ends_.push_back(down_ends_.back() + linear_pieces(1, tiles_of(hidden_size_), rows));
-        first_row += blocks * kBlockTokens;
     };
-    for (int e = 0; e < mixture_.experts; ++e) {
-        const int rows = fill_[e];
-        fill_[e] = first_row;  // where the expert's next row is
-        if (rows > 0) add(e, rows);
+    int shared_row = 0;
+    for (int rows : fill_) shared_row += blocks_of(rows) * kBlockTokens;
+    if (mixture_.shared()) add(mixture_.experts, shared_row, tokens);
+    int first_row = 0;
+    for (bool there : {true, false}) {
+        for (int e = 0; e < mixture_.experts; ++e) {
+            if ((slots == nullptr || slots[e] >= 0) != there) continue;
+            const int rows = fill_[e];
+            fill_[e] = first_row;  // where the expert's next row is
+            if (rows > 0) add(e, first_row, rows);
+            first_row += blocks_of(rows) * kBlockTokens;
+        }
     }
-    const int shared_row = first_row;
-    if (mixture_.shared()) add(mixture_.experts, tokens);
     for (int t = 0; t < tokens; ++t) {
         const int32_t* chosen = experts(t);
         int32_t* rows = rows_.data() + static_cast<size_t>(t) * count();
@@ -116,6 +117,8 @@ void ExpertRows::group(int tokens) {
             token_of_row_[rows[i]] = t;
         }
     }
+    begin_rounds();
+    next_round(static_cast<int>(groups_.size()));
 }
 
 Activations ExpertRows::activations(const AlignedBuffer& buffer, const ExpertGroup& g, int slices) const {
@@ -135,12 +138,13 @@ void ExpertRows::outputs_of(int token, const float** rows) const {
     const int32_t* of_token = rows_.data() + static_cast<size_t>(token) * count();
     for (int i = 0; i < mixture_.per_token; ++i) rows[i] = output_.floats() + of_token[i] * row_stride_;
     if (!mixture_.shared()) return;
-    const ExpertGroup& shared = groups_.back();
+    const ExpertGroup& shared = groups_.front();
     const size_t row = of_token[mixture_.per_token] - shared.first_row;
     rows[mixture_.per_token] = output(shared) + row * stride_of(shared);
 }
 
 ExpertRows::Piece ExpertRows::find(const std::vector<int>& ends, int piece) const {
+    piece += ends[round_begin_];
     const auto end = std::upper_bound(ends.begin(), ends.end(), piece);
     const size_t group = end - ends.begin() - 1;
     return {&groups_[group], piece - ends[group]};

@@ -1,5 +1,6 @@
 // Which tokens of a step go through which experts of a mixture, and the rows that they have there. A row is a
 // token with one of its experts: rows are sorted by expert, and each expert's begin a block of activations.
+// Experts are computed in rounds: all of them in one, or those that are in memory before those that are not.
 #pragma once
 
 #include <cstddef>
@@ -37,21 +38,35 @@ class ExpertRows {
 
     // Takes a token's experts with the highest logits, of equal ones the lowest.
     void choose(int token);
-    // When all tokens' experts are chosen, on one thread.
-    void group(int tokens);
+    // When all tokens' experts are chosen, on one thread. The shared expert's group comes first, then the
+    // others ascending; where `slots` are given those with one, then those whose slot is negative. They are
+    // one round.
+    void group(int tokens, const int32_t* slots = nullptr);
 
     const std::vector<ExpertGroup>& groups() const { return groups_; }
-    int blocks() const { return static_cast<int>(group_of_block_.size()); }
-    const ExpertGroup& group_of_block(int block) const { return groups_[group_of_block_[block]]; }
     int token_of_row(int row) const { return token_of_row_[row]; }
 
-    // Of the two phases of matrix products the pieces that they are dealt in, group after group.
+    // The groups that are computed now, from the end of the last round to before `end`.
+    void next_round(int end) {
+        round_begin_ = round_end_;
+        round_end_ = end;
+    }
+    // Before the first of several rounds.
+    void begin_rounds() { round_begin_ = round_end_ = 0; }
+    int round_begin() const { return round_begin_; }
+    int round_end() const { return round_end_; }
+    bool is_last_round() const { return round_end_ == static_cast<int>(groups_.size()); }
+
+    // What the phases of a round are dealt in, group after group: blocks of rows, and pieces of the two
+    // matrix products.
     struct Piece {
         const ExpertGroup* group;
         int index;
     };
-    int gate_up_pieces() const { return gate_up_ends_.back(); }
-    int down_pieces() const { return down_ends_.back(); }
+    int blocks() const { return count(block_ends_); }
+    int gate_up_pieces() const { return count(gate_up_ends_); }
+    int down_pieces() const { return count(down_ends_); }
+    Piece block(int block) const { return find(block_ends_, block); }
     Piece gate_up_piece(int piece) const { return find(gate_up_ends_, piece); }
     Piece down_piece(int piece) const { return find(down_ends_, piece); }
 
@@ -74,6 +89,7 @@ class ExpertRows {
   private:
     Activations activations(const AlignedBuffer& buffer, const ExpertGroup& g, int slices) const;
     int stride_of_expert(int expert) const;
+    int count(const std::vector<int>& ends) const { return ends[round_end_] - ends[round_begin_]; }
     Piece find(const std::vector<int>& ends, int piece) const;
     size_t rows_of(size_t tokens) const;
 
@@ -86,7 +102,8 @@ class ExpertRows {
     std::vector<int32_t> experts_, rows_;       // [tokens][count()]: of each the expert and the row
     std::vector<int32_t> token_of_row_, fill_;  // [rows], [experts]
     std::vector<ExpertGroup> groups_;
-    std::vector<int> group_of_block_, gate_up_ends_, down_ends_;
+    std::vector<int> block_ends_, gate_up_ends_, down_ends_;  // of 0 and each group, counted over all
+    int round_begin_ = 0, round_end_ = 0;
     AlignedBuffer output_, activations_[2];
 };
 

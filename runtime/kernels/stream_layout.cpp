@@ -18,18 +18,43 @@ size_t aligned_up(size_t bytes) {
 
 size_t smallest_buffer(const PackedLinear& head) { return aligned_up(head.tile_bytes() + kDirectAlignment); }
 
-StreamSettings stream_weights(DecoderWeights& weights, const StreamPlaces& places, int buffers,
-                              size_t buffer_bytes, double timeout) {
+ExpertRange range_of_expert(const ExpertWeights& expert, const int64_t* tiles) {
+    const int64_t begin = aligned_down(tiles[0]);
+    const int64_t end = tiles[kExpertDown] + static_cast<int64_t>(expert.linears[kExpertDown].bytes());
+    return {begin, aligned_up(static_cast<size_t>(end - begin))};
+}
+
+StreamSettings stream_weights(DecoderWeights& weights, const StreamPlaces& places, const StreamMemory& memory,
+                              double timeout) {
     StreamSettings settings{};
-    settings.buffers = buffers;
-    settings.buffer_bytes = buffer_bytes;
+    settings.buffers = memory.buffers;
+    settings.buffer_bytes = memory.buffer_bytes;
     settings.timeout = timeout;
+    for (const StreamPlaces::Experts& place : places.experts) {
+        LayerWeights& layer = weights.layers[place.layer];
+        settings.experts = layer.experts_by_use;
+        settings.expert_slots = memory.expert_slots;
+        settings.slot_bytes = memory.slot_bytes;
+        settings.expert_ranges.resize(weights.layers.size() * settings.experts);
+        for (int e = 0; e < layer.experts_by_use; ++e) {
+            ExpertWeights& expert = layer.experts[e];
+            const int64_t* tiles = place.tiles.data() + static_cast<size_t>(e) * kExpertLinears;
+            const ExpertRange range = range_of_expert(expert, tiles);
+            settings.expert_ranges[static_cast<size_t>(place.layer) * settings.experts + e] = range;
+            for (int i = 0; i < kExpertLinears; ++i) {
+                expert.linears[i].tiles = nullptr;
+                expert.places[i] = static_cast<size_t>(tiles[i] - range.offset);
+            }
+        }
+    }
     for (const StreamPlaces::Layer& place : places.layers) {
         LayerWeights& layer = weights.layers[place.layer];
         layer.streamed = true;
+        const int64_t* tiles = place.tiles.data();
         for (int i = 0; i < layer.linear_count(); ++i) {
+            if (layer.by_use(i)) continue;
             layer.linear(i).tiles = nullptr;
-            layer.place(i) = static_cast<size_t>(place.tiles[i] - place.offset);
+            layer.place(i) = static_cast<size_t>(*tiles++ - place.offset);
         }
         settings.ranges.push_back({place.offset, place.bytes, "layer " + std::to_string(place.layer)});
     }
@@ -43,7 +68,7 @@ StreamSettings stream_weights(DecoderWeights& weights, const StreamPlaces& place
     const size_t tile_bytes = weights.head.tile_bytes();
     const int tiles = weights.head.tile_count();
     // Before a piece's first tile there may be nearly a whole unit of alignment.
-    const int most = static_cast<int>((buffer_bytes - kDirectAlignment) / tile_bytes);
+    const int most = static_cast<int>((memory.buffer_bytes - kDirectAlignment) / tile_bytes);
     const int pieces = (tiles + most - 1) / most;
     for (int i = 0; i < pieces; ++i) {
         const int first = static_cast<int>(static_cast<int64_t>(tiles) * i / pieces);

@@ -1,5 +1,6 @@
 // Weights that do not stay in memory: parts of a file that are read again in every step, in one order and
-// ahead of their use, into a ring of buffers; and single rows of a matrix. Nothing is read before the first
+// ahead of their use, into a ring of buffers; single rows of a matrix; and experts of mixtures, which are
+// read when they are chosen and stay as long as others are not chosen more. Nothing is read before the first
 // step.
 #pragma once
 
@@ -12,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "expert_slots.h"
 #include "layout.h"
 
 namespace nybble {
@@ -27,6 +29,12 @@ struct FileRange {
     std::string name;  // for messages
 };
 
+// Where an expert is read from; of no bytes where it is not streamed.
+struct ExpertRange {
+    int64_t offset = 0;
+    size_t bytes = 0;
+};
+
 struct StreamSettings {
     std::vector<FileRange> ranges;  // in the order of use
     size_t every_step;              // so many of them, the first, are used in every step; the others in some
@@ -36,6 +44,17 @@ struct StreamSettings {
     int buffers;
     size_t buffer_bytes;
     double timeout;  // seconds without a read that ends, after which a step fails
+    // Of each layer so many experts, one after the other, and the slots that they are read into.
+    std::vector<ExpertRange> expert_ranges;
+    int experts = 0;
+    int expert_slots = 0;
+    size_t slot_bytes = 0;
+};
+
+// Since the stream began: experts that a layer of a step needed, those of them that were read, and their
+// bytes.
+struct ExpertCounts {
+    uint64_t needed = 0, read = 0, bytes = 0;
 };
 
 // One thread calls everything but the constructor. After a failure everything returns null until the step's
@@ -53,7 +72,7 @@ class WeightStream {
     WeightStream& operator=(const WeightStream&) = delete;
 
     // `all`: whether the step uses all ranges, or only those of every step.
-    void begin_step(bool all);
+    void begin_step(bool all, int tokens = 1);
     void end_step();
     // Seconds that the last step's thread has slept until reads had ended.
     double seconds_waited() const;
@@ -69,6 +88,18 @@ class WeightStream {
 
     // The named rows of the matrix, at most kRowsAtOnce, as tiles of one row; valid until the next call.
     const uint8_t* rows(const int32_t* ids, int count);
+
+    // A layer's experts. The slot of each, negative where it is not in memory; which of them are needed, and
+    // by how many tokens, those in memory first. They are there in that order: `acquire_experts` says of how
+    // many more that holds, after it has waited for one if it may, and is 0 where reading failed; `expert(i)`
+    // is the i-th, until `release_experts`, which takes back all that were acquired.
+    const int32_t* expert_slots(int layer) const;
+    void begin_experts(int layer);
+    void need_expert(int expert, int tokens);
+    int acquire_experts(bool wait);
+    const uint8_t* expert(int i) const;
+    void release_experts();
+    const ExpertCounts& expert_counts() const;
 
   private:
     struct State;

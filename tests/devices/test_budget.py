@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planned import INT4, LAPTOP, SMOLLM2
+from planned import INT4, LAPTOP, MIXTURE, SMOLLM2
 
 from nybble.devices import (
     MemoryPlan,
@@ -118,6 +118,40 @@ def test_a_budget_under_the_least_is_refused_at_once_with_the_numbers() -> None:
         "activations", "tokenizer", "interpreter", "what would fit: a context of",
     ):  # fmt: skip
         assert part in message
+
+
+EXPERTS = replace(RUN, spec=MIXTURE)
+ALL_EXPERTS = 48 * 128
+
+
+def test_experts_leave_memory_before_what_every_token_goes_through() -> None:
+    least, resident = smallest_plan(EXPERTS).total, plan_memory(EXPERTS).total
+    plans = [plan_within(EXPERTS, least + (resident - least) * part // 40) for part in range(41)]
+    assert not plans[-1].residency.streams
+    slots = [plan.residency.expert_slots or ALL_EXPERTS for plan in plans]
+    assert slots == sorted(slots)
+    assert len(set(slots)) > 35
+    for plan in plans:
+        assert plan.total <= (plan.budget or 0)
+        residency = plan.residency
+        if residency.streamed_layers:
+            assert residency.expert_slots <= 8
+    # A sixty-fourth of them less leaves less unused than that.
+    some = plans[20].residency
+    more = replace(some, expert_slots=some.expert_slots + ALL_EXPERTS // 64)
+    assert not plan_memory(replace(EXPERTS, token_budget=64, residency=more, budget=plans[20].budget)).fits
+    said = f"{some.expert_slots} of {ALL_EXPERTS} experts are in memory, the others streamed"
+    assert said in plans[20].concessions
+    assert (plans[0].residency.expert_slots, plans[0].residency.buffers) == (2, 2)
+
+
+def test_a_mixture_does_with_much_less_than_a_layer_of_it() -> None:
+    """Two buffers of whole layers were the least before."""
+    whole = ResidencyPlan.spread(48, 48, streamed_head=True, buffers=2)
+    by_layers = plan_memory(replace(EXPERTS, token_budget=64, residency=whole))
+    least = smallest_plan(EXPERTS)
+    assert least.buffers < by_layers.buffers / 10
+    assert least.total < by_layers.total - 600_000_000
 
 
 @pytest.mark.parametrize("room", [10_000_000, 30_000_000, 100_000_000])

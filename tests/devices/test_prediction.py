@@ -67,6 +67,27 @@ def test_streamed_weights_come_no_faster_than_the_disk_gives_them() -> None:
     assert speeds(run, replace(RATES, disk_bandwidth=1e12)).decode == speeds().decode
 
 
+def test_of_streamed_experts_those_are_read_that_are_chosen_and_not_in_memory() -> None:
+    """Were each as likely as another: of all that are chosen, the share that has no slot."""
+    mixture = MixtureSpec(tuple(range(30)), 16, 2, 1536, True)
+    slow = replace(RATES, disk_bandwidth=1e6)
+    run = replace(RUN, spec=replace(SMOLLM2, mixture=mixture), sequences=1)
+    whole = plan_memory(run).linears
+
+    def seconds(slots: int, sequences: int = 1) -> float:
+        some = replace(run, residency=ResidencyPlan(30, expert_slots=slots), sequences=sequences)
+        found = predict(some, plan_memory(some), slow)
+        assert found is not None
+        return sequences / found.decode_all
+
+    experts = whole - plan_memory(replace(run, residency=ResidencyPlan(30, expert_slots=2))).linears
+    for slots in (120, 240, 360):
+        expected = experts * 2 / 16 * (1 - slots / 480) / 1e6
+        assert seconds(slots) == pytest.approx(expected, rel=0.02)
+    chosen = 1 - (1 - 2 / 16) ** 8
+    assert seconds(240, 8) == pytest.approx(experts * chosen / 2 / 1e6, rel=0.02)
+
+
 def test_a_mixture_is_planned_with_all_experts_and_reads_those_that_are_chosen() -> None:
     def run(experts: int, per_token: int) -> RunSettings:
         mixture = MixtureSpec(tuple(range(30)), experts, per_token, 1536, True)

@@ -5,9 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from nybble import quantize
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -24,28 +27,42 @@ def faulty_reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-@pytest.fixture(scope="module", params=["asynchronous", "synchronous"])
+@pytest.fixture(scope="module")
+def mixture(make_tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("mixture") / "artifact"
+    folder = make_tiny_model("mixtral", num_local_experts=6)
+    quantize(folder, out, method="rtn", group_size=32, formats=["gptq"])
+    return out
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(reads, slots) for reads in ("asynchronous", "synchronous") for slots in (0, 3)],
+    ids=lambda param: f"{param[0]}, {f'experts in {param[1]} slots' if param[1] else 'all streamed'}",
+)
 def reports(
     request: pytest.FixtureRequest,
     faulty_reads: Path,
     tiny_artifact: Path,
+    mixture: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, dict[str, object]]:
     """What the child reported, by fault; its end under "closed". With asynchronous reads, where this system
-    has them, and with threads that read."""
+    has them, and with threads that read; with all weights streamed, and with experts alone."""
+    reads, slots = request.param
     folder = tmp_path_factory.mktemp("faulty")
     artifact = folder / "artifact"
-    shutil.copytree(tiny_artifact, artifact)
+    shutil.copytree(mixture if slots else tiny_artifact, artifact)
     environment = {
         **os.environ,
         "LD_PRELOAD": str(faulty_reads),
         "FAULTY_FILE": "/packed.bin",
         "FAULTY_HOW": str(folder / "how"),
     }
-    if request.param == "synchronous":
+    if reads == "synchronous":
         environment["FAULTY_SYNCHRONOUS"] = "1"
     ran = subprocess.run(
-        [sys.executable, str(SUPPORT / "faulty_disk.py"), str(artifact)],
+        [sys.executable, str(SUPPORT / "faulty_disk.py"), str(artifact), str(slots)],
         env=environment,
         capture_output=True,
         text=True,
@@ -54,12 +71,13 @@ def reports(
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     asynchronous = (folder / "how.asynchronous").exists()
-    if request.param == "synchronous":
+    if reads == "synchronous":
         assert not asynchronous
     elif not asynchronous:
         pytest.skip("this system has no asynchronous reads of this file")
     lines = [json.loads(line) for line in ran.stdout.splitlines()]
-    return {str(line.get("how", "closed")): line for line in lines}
+    what = "expert " if slots else ""
+    return {str(line.get("how", "closed")): line | {"what": what} for line in lines}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +97,7 @@ def test_the_requests_of_that_moment_fail_and_the_next_one_runs(
     assert isinstance(errors, list)
     assert len(errors) == 2
     for error in errors:
-        assert "/packed.bin: reading " in error
+        assert f"/packed.bin: reading {report['what']}" in error
         assert says in error
         assert "\n" not in error
     assert report["same after"]

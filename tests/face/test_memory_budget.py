@@ -47,6 +47,23 @@ def artifact(make_tiny_model: Callable[..., Path], tmp_path_factory: pytest.Temp
     return out
 
 
+@pytest.fixture(scope="module")
+def mixture(make_tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Most of its weights are experts', with one that all tokens share."""
+    out = tmp_path_factory.mktemp("budget") / "experts"
+    folder = make_tiny_model(
+        "qwen2_moe",
+        num_hidden_layers=4,
+        hidden_size=128,
+        num_experts=24,
+        num_experts_per_tok=3,
+        moe_intermediate_size=256,
+        shared_expert_intermediate_size=128,
+    )
+    quantize(folder, out, method="rtn", group_size=32, formats=["gptq"])
+    return out
+
+
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -82,6 +99,18 @@ def test_the_tokens_are_the_same_within_every_budget(artifact: Path) -> None:
     assert any(plan.sequences * PAGES > plan.num_pages and not plan.residency.streams for plan in plans)
     for budget in budgets(run, 5):
         assert answers(artifact, budget, kv_dtype=KV) == expected, budget
+
+
+def test_a_mixture_gives_the_same_tokens_with_its_experts_streamed(mixture: Path) -> None:
+    expected = answers(mixture, None, kv_dtype=KV)
+    run = run_settings(mixture)
+    plans = [plan_within(run, each).residency for each in budgets(run, 7)]
+    slots = {plan.expert_slots for plan in plans}
+    assert len(slots) >= 4
+    assert 2 in slots
+    assert any(plan.expert_slots and not plan.streamed_layers for plan in plans)
+    for budget in budgets(run, 7):
+        assert answers(mixture, budget, kv_dtype=KV) == expected, budget
 
 
 def test_streamed_weights_come_from_a_temporary_file_where_none_is_kept(
@@ -161,6 +190,11 @@ def check_budgets(path: str, context: int, count: int, home: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_a_process_keeps_to_its_budget(artifact: Path, tmp_path: Path) -> None:
     check_budgets(str(artifact), CONTEXT, 2, tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_a_process_with_streamed_experts_keeps_to_its_budget(mixture: Path, tmp_path: Path) -> None:
+    check_budgets(str(mixture), CONTEXT, 3, tmp_path)
 
 
 @pytest.mark.slow

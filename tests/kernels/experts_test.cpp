@@ -6,6 +6,7 @@
 #include <cmath>
 #include <set>
 
+#include "../../runtime/kernels/expert_slots.h"
 #include "check.h"
 
 namespace kernel_test {
@@ -105,6 +106,116 @@ DecoderConfig config_of(int experts, int per_token, int shared_size) {
     return config;
 }
 
+// A round has its groups' rows and pieces, in order, and all rounds have all of them.
+void test_rounds(Random& random, ExpertRows& rows) {
+    const int count = static_cast<int>(rows.groups().size());
+    const auto check_pieces = [&](int pieces, auto piece_of, const char* fact) {
+        int next = 0;
+        for (int g = rows.round_begin(); g < rows.round_end(); ++g) {
+            for (int i = 0; next < pieces && piece_of(next).group == &rows.groups()[g]; ++i, ++next) {
+                check(piece_of(next).index == i, fact);
+            }
+        }
+        check(next == pieces, fact);
+        return pieces;
+    };
+    int down = rows.down_pieces(), gate_up = rows.gate_up_pieces(), blocks = rows.blocks();
+    rows.begin_rounds();
+    while (!rows.is_last_round()) {
+        rows.next_round(rows.round_end() + 1 + random.below(count - rows.round_end()));
+        int own_blocks = 0;
+        for (int g = rows.round_begin(); g < rows.round_end(); ++g) {
+            own_blocks += (rows.groups()[g].rows + kBlockTokens - 1) / kBlockTokens;
+        }
+        check(rows.blocks() == own_blocks, "a round has the blocks of its groups");
+        down -= check_pieces(
+            rows.down_pieces(), [&](int i) { return rows.down_piece(i); },
+            "pieces of down follow each other");
+        gate_up -= check_pieces(
+            rows.gate_up_pieces(), [&](int i) { return rows.gate_up_piece(i); },
+            "pieces of gate and up follow each other");
+        blocks -=
+            check_pieces(rows.blocks(), [&](int i) { return rows.block(i); }, "blocks follow each other");
+    }
+    check(down == 0 && gate_up == 0 && blocks == 0, "all are in some round");
+}
+
+// Which experts are in memory: any order of choices, with some slots held.
+void test_slots(Random& random) {
+    current_case() = "slots of experts";
+    constexpr int kLayers = 3, kExperts = 7, kSlots = 5;
+    ExpertSlots slots(kLayers, kExperts, kSlots);
+    std::vector<int> in_slot(kSlots, -1);  // layer * kExperts + expert
+    const auto check_table = [&] {
+        for (int key = 0; key < kLayers * kExperts; ++key) {
+            const auto found = std::find(in_slot.begin(), in_slot.end(), key);
+            const int expected =
+                found == in_slot.end() ? ExpertSlots::kNone : static_cast<int>(found - in_slot.begin());
+            check(slots.of_layer(key / kExperts)[key % kExperts] == expected,
+                  "an expert is where it was read to");
+        }
+    };
+    for (int step = 0; step < 3000; ++step) {
+        const int layer = random.below(kLayers);
+        slots.age(1 + random.below(40));
+        std::set<int> held;
+        for (int i = 0; i < kExperts; ++i) {
+            const int expert = random.below(kExperts), there = slots.of_layer(layer)[expert];
+            slots.use(layer, expert, 1);
+            if (there != ExpertSlots::kNone) {
+                slots.hold(there);
+                held.insert(there);
+                continue;
+            }
+            const int slot = slots.take();
+            check((slot == ExpertSlots::kNone) == (held.size() == kSlots),
+                  "a slot is taken while one is free");
+            if (slot == ExpertSlots::kNone) break;
+            check(held.insert(slot).second, "what is held is not taken");
+            in_slot[slot] = -1;
+            check_table();
+            if (random.below(4) == 0) continue;  // what could not be read
+            slots.fill(slot, layer, expert);
+            in_slot[slot] = layer * kExperts + expert;
+            check_table();
+        }
+        for (int slot : held) slots.release(slot);
+    }
+
+    current_case() = "experts that are chosen most";
+    ExpertSlots few(1, 10, 3);
+    int reads = 0, hot_reads = 0;
+    for (int step = 0; step < 500; ++step) {
+        few.age(1);
+        for (int expert : {0, 1, 2 + step % 8}) {
+            few.use(0, expert, 1);
+            if (const int there = few.of_layer(0)[expert]; there != ExpertSlots::kNone) {
+                few.hold(there);
+                few.release(there);
+                continue;
+            }
+            const int slot = few.take();
+            few.fill(slot, 0, expert);
+            few.release(slot);
+            ++reads;
+            hot_reads += expert < 2;
+        }
+    }
+    check(hot_reads == 2 && reads == 502, "what every token chooses is read once");
+    for (int step = 0; step < 200; ++step) {
+        few.age(1);
+        for (int expert : {8, 9}) few.use(0, expert, 1);
+    }
+    for (int expert : {8, 9}) {
+        if (few.of_layer(0)[expert] != ExpertSlots::kNone) continue;
+        const int slot = few.take();
+        few.fill(slot, 0, expert);
+        few.release(slot);
+    }
+    check(few.of_layer(0)[0] == ExpertSlots::kNone || few.of_layer(0)[1] == ExpertSlots::kNone,
+          "what is chosen no more makes room");
+}
+
 // Tokens with few different logits, so that many are equal.
 void test_rows(Random& random) {
     for (int experts : {1, 3, 8, 20}) {
@@ -128,16 +239,17 @@ void test_rows(Random& random) {
             check(std::equal(order.begin(), order.end(), rows.experts(t)),
                   "the highest logits are chosen, of equal ones the first");
         }
-        rows.group(tokens);
+        std::vector<int32_t> slots;
+        for (int e = 0; e < experts; ++e) slots.push_back(random.below(3) - 1);
+        const bool in_order = random.below(2) == 0;
+        rows.group(tokens, in_order ? nullptr : slots.data());
         std::set<const float*> outputs;
-        int end = 0, last = -1;
+        std::vector<int> order;
         for (const ExpertGroup& group : rows.groups()) {
-            check(group.expert > last && group.first_row >= end && group.first_row % kBlockTokens == 0,
-                  "groups ascend and begin a block");
-            last = group.expert;
-            end = group.first_row + group.rows;
-            for (int row = group.first_row; row < end; ++row) {
-                check(&rows.group_of_block(row / kBlockTokens) == &group, "a block is one group's");
+            const bool late = !in_order && group.expert < experts && slots[group.expert] < 0;
+            order.push_back(group.expert == experts ? -1 : group.expert + late * experts);
+            check(group.first_row % kBlockTokens == 0, "groups begin a block");
+            for (int row = group.first_row; row < group.first_row + group.rows; ++row) {
                 const int t = rows.token_of_row(row);
                 const int32_t* chosen = rows.experts(t);
                 const int place =
@@ -152,14 +264,10 @@ void test_rows(Random& random) {
             }
         }
         check(static_cast<int>(outputs.size()) == tokens * rows.count(), "every token has all its rows");
-        int pieces = 0;
-        for (const ExpertGroup& group : rows.groups()) {
-            for (int i = 0; pieces < rows.down_pieces() && rows.down_piece(pieces).group == &group;
-                 ++i, ++pieces) {
-                check(rows.down_piece(pieces).index == i, "pieces of a group follow each other");
-            }
-        }
-        check(pieces == rows.down_pieces(), "all pieces are found");
+        check(std::is_sorted(order.begin(), order.end()),
+              "the shared expert comes first, then those with a slot, each ascending");
+        check(rows.round_begin() == 0 && rows.is_last_round(), "without more all groups are one round");
+        test_rounds(random, rows);
     }
 }
 
@@ -171,6 +279,7 @@ void test_experts(const Kernels& kernels, Results& results) {
     test_shares(kernels, random, results);
     test_sums(kernels, random, results);
     for (int i = 0; i < 10; ++i) test_rows(random);
+    test_slots(random);
 }
 
 }  // namespace kernel_test

@@ -183,10 +183,10 @@ void check_pace() {
     check(!single.alone(1), "one thread is all there is");
 }
 
-// The tiles of a model in a file, some of them streamed.
+// The tiles of a model in a file, some of them streamed: experts where there are slots for them.
 class StreamedModel {
   public:
-    StreamedModel(const Model& model, uint32_t streamed_layers, bool head) : model_(model) {
+    StreamedModel(const Model& model, uint32_t streamed_layers, bool head, int slots = 0) : model_(model) {
         std::vector<uint8_t> content(kUnit);
         const auto add = [&](const PackedLinear& linear) {
             content.resize((content.size() + 63) / 64 * 64);
@@ -200,18 +200,33 @@ class StreamedModel {
         places.embedding_tiles = add(model.weights.embedding);
         places.head_tiles = add(model.weights.head);
         end_section();
-        size_t largest = smallest_buffer(model.weights.head);
+        size_t largest = smallest_buffer(model.weights.head), largest_expert = 0;
         for (int layer = 0; layer < model.config.num_layers; ++layer) {
             StreamPlaces::Layer place{layer, static_cast<int64_t>(content.size()), 0, {}};
             LayerWeights& weights = model_.weights.layers[layer];
-            for (int i = 0; i < weights.linear_count(); ++i) place.tiles.push_back(add(weights.linear(i)));
-            end_section();
-            place.bytes = content.size() - static_cast<size_t>(place.offset);
+            const bool by_use = slots > 0 && model.config.has_mixture(layer);
+            weights.experts_by_use = by_use ? model.config.mixture.experts : 0;
+            for (int i = 0; i < weights.linear_count(); ++i) {
+                if (!weights.by_use(i)) place.tiles.push_back(add(weights.linear(i)));
+            }
+            const size_t end = (content.size() + kUnit - 1) / kUnit * kUnit;
+            place.bytes = end - static_cast<size_t>(place.offset);
             largest = std::max(largest, place.bytes);
+            StreamPlaces::Experts experts{layer, {}};
+            for (int i = 0; i < weights.linear_count(); ++i) {
+                if (weights.by_use(i)) experts.tiles.push_back(add(weights.linear(i)));
+            }
+            end_section();
+            for (int e = 0; e < weights.experts_by_use; ++e) {
+                const ExpertRange range =
+                    range_of_expert(weights.experts[e], &experts.tiles[e * kExpertLinears]);
+                largest_expert = std::max(largest_expert, range.bytes);
+            }
+            if (by_use) places.experts.push_back(experts);
             if (streamed_layers >> layer & 1) places.layers.push_back(place);
         }
         file_ = std::make_unique<TemporaryFile>(content);
-        settings_ = stream_weights(model_.weights, places, 2, largest, kTimeout);
+        settings_ = stream_weights(model_.weights, places, {2, largest, slots, largest_expert}, kTimeout);
     }
 
     const Model& model() const { return model_; }
@@ -276,6 +291,43 @@ void check_decoder(Random& random, const Kernels& kernels, Results& results) {
     for (const std::vector<float>& logits : expected) results.add(logits);
 }
 
+// A mixture whose experts are read when they are chosen, in as many rounds as the slots make of them.
+void check_experts(Random& random, const Kernels& kernels) {
+    const Model model = make_model(random, true);
+    std::vector<std::vector<Chunk>> steps = {{{0, 0, 90}, {1, 0, 3}}, {{0, 90, 1}, {1, 3, 1}, {2, 0, 1}}};
+    for (int t = 4; t < 30; ++t) steps.push_back({{1, t, 1}});
+    current_case() = "experts in memory";
+    Session resident(model, kernels, 1, KvType::kF16, 1);
+    std::vector<std::vector<float>> expected;
+    for (const std::vector<Chunk>& chunks : steps) expected.push_back(resident.run(chunks));
+    const int experts = model.config.mixture.experts;
+    for (int slots = 2; slots <= experts; ++slots) {
+        for (uint32_t layers : {0u, 2u, 3u}) {
+            current_case() =
+                "experts in " + std::to_string(slots) + " slots, layers " + std::to_string(layers);
+            const StreamedModel streamed(model, layers, layers == 3, slots);
+            Session session(streamed.model(), kernels, 1 + slots % 4, KvType::kF16, 2, streamed.open());
+            for (size_t i = 0; i < steps.size(); ++i) {
+                check(same_bits(session.run(steps[i]).data(), expected[i].data(), expected[i].size()),
+                      "streamed experts give the bits of resident ones");
+                if (i > 0) continue;
+                const ExpertCounts first = session.decoder().expert_counts();
+                check(first.needed == static_cast<uint64_t>(experts) && first.read == first.needed,
+                      "a step reads each of the experts that it needs once");
+            }
+            const ExpertCounts counts = session.decoder().expert_counts();
+            check(slots < experts
+                      ? counts.read > static_cast<uint64_t>(experts) && counts.read < counts.needed
+                      : counts.read == static_cast<uint64_t>(experts),
+                  "what is in memory is not read again");
+            session.prepare(steps.back());
+            const AllocationCount allocations;
+            session.step();
+            check(allocations.count() == 0, "a step with streamed experts allocates nothing");
+        }
+    }
+}
+
 }  // namespace
 
 void test_stream(const Kernels& kernels, Results& results) {
@@ -288,6 +340,7 @@ void test_stream(const Kernels& kernels, Results& results) {
     check_no_thread(random);
     check_pace();
     check_decoder(random, kernels, results);
+    check_experts(random, kernels);
 }
 
 }  // namespace kernel_test

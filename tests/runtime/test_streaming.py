@@ -351,7 +351,7 @@ def test_a_stream_that_does_not_match_its_weights_is_refused(tied: Model) -> Non
         for layer in layers:
             builder.stream_layer(*layer)
         builder.stream_head(head, head)
-        file = _kernels.StreamFile(source.file.descriptor, "name", buffers, size, timeout)
+        file = _kernels.StreamFile(source.file.descriptor, "name", buffers, size, 0, 0, timeout)
         _kernels.Decoder(builder, 1, "", file)
 
     good = (1, section.offset, section.size, tiles)

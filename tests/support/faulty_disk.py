@@ -1,7 +1,8 @@
 """A model whose disk fails, stalls and recovers: run with `faulty_reads` preloaded.
 
-`python faulty_disk.py ARTIFACT` prints a line of JSON for each fault: the error that the requests of that
-moment got, and whether the next one gave what it gave before.
+`python faulty_disk.py ARTIFACT SLOTS` prints a line of JSON for each fault: the error that the requests of
+that moment got, and whether the next one gave what it gave before. With SLOTS nothing is streamed but
+experts, into so many slots; with 0 all is.
 """
 
 import errno
@@ -31,9 +32,10 @@ def say(how: str) -> None:
     new.replace(HOW)
 
 
-def open_streamed(artifact: str, read_timeout: float) -> LLM:
-    """A model of two layers, all of it streamed."""
-    streamed = {"residency": ResidencyPlan.spread(2, 2, streamed_head=True), "read_timeout": read_timeout}
+def open_streamed(artifact: str, slots: int, read_timeout: float) -> LLM:
+    """A model of two layers, all of it streamed, or its experts."""
+    plan = ResidencyPlan(2, expert_slots=slots) if slots else ResidencyPlan.spread(2, 2, streamed_head=True)
+    streamed = {"residency": plan, "read_timeout": read_timeout}
     from_packed: Any = CpuExecutor.from_packed
     try:
         CpuExecutor.from_packed = lambda *args, **kwargs: from_packed(*args, **{**kwargs, **streamed})
@@ -61,12 +63,12 @@ def tokens(llm: LLM) -> list[int]:
     return list(llm.generate(PROMPT, params).token_ids)
 
 
-def main(artifact: str) -> None:
+def main(artifact: str, slots: int) -> None:
     say("pass")
-    with open_streamed(artifact, read_timeout=2.0) as llm:
+    with open_streamed(artifact, slots, read_timeout=2.0) as llm:
         tokens(llm)
         print(json.dumps({"how": "stopped", "error": run_while_stopped(llm)}), flush=True)
-    llm = open_streamed(artifact, read_timeout=0.3)
+    llm = open_streamed(artifact, slots, read_timeout=0.3)
     expected = tokens(llm)
     for how in FAULTS:
         say(how)
@@ -93,4 +95,4 @@ def main(artifact: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

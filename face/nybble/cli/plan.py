@@ -92,7 +92,7 @@ def show(model: str, planned: "Planned") -> None:
 
 
 def run_rows(planned: "Planned") -> list[tuple[str, str]]:
-    from ..devices import format_bytes
+    from ..devices import format_bytes, total_experts
 
     found, recipe, residency = planned.plan, planned.model.recipe, planned.plan.residency
     budget = "not limited" if found.budget is None else format_bytes(found.budget)
@@ -100,17 +100,20 @@ def run_rows(planned: "Planned") -> list[tuple[str, str]]:
     weights = "those of the GGUF file"
     if recipe is not None:
         weights = f"{recipe.bits} bits, group size {recipe.group_size}"
-    where = "all in memory"
-    if residency.streams:
+    where = [] if residency.streams else ["all in memory"]
+    if residency.expert_slots:
+        experts = total_experts(planned.run.spec)
+        where.append(f"{residency.expert_slots} of {experts} experts in memory, the others streamed")
+    if residency.streams_in_order:
         head = ", and the head" if residency.streamed_head else ""
-        where = (
+        where.append(
             f"{len(residency.streamed_layers)} of {residency.num_layers} layers{head} streamed "
             f"through {residency.buffers} buffers"
         )
     return [
         ("Device", planned.profile.description),
         ("Executor", planned.run.executor),
-        ("Weights", f"{weights}; {where}"),
+        ("Weights", "; ".join([weights, *where])),
         ("Context", f"{found.sequences} x {found.context} tokens, cache in {found.kv_dtype}"),
         ("Pages", f"{found.num_pages} of {found.page_size} tokens, {format_bytes(found.kv_page)} each"),
         ("Steps", f"{found.token_budget} tokens at most"),
