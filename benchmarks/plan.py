@@ -2,10 +2,10 @@
 
     python benchmarks/plan.py --artifact ARTIFACT [--only memory|speed] [--model NAME ...]
 
-SmolLM2 as ARTIFACT and as its GGUF file, and models of four shapes with seeded random weights, up to 1.5
-billion of them, over contexts, sequences and cache types. A plan should be within 5 % or 15 MB of the peak,
-whichever is more, and never under it by more; a decode step within 20 % of what is predicted for it from what
-this machine is measured to do in the same process.
+SmolLM2 as ARTIFACT and as its GGUF file, and models of five shapes with seeded random weights, up to 1.5
+billion of them, one a mixture of experts, over contexts, sequences and cache types. A plan should be within
+5 % or 15 MB of the peak, whichever is more, and never under it by more; a decode step within 20 % of what is
+predicted for it from what this machine is measured to do in the same process.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from seeded_models import write_tokenizer
 HERE = Path(__file__).parent
 SHARE, BYTES, SPEED = 0.05, 15_000_000, 0.2
 
-# Model, context, sequences, cache type, whether packed weights are kept, whether all are streamed.
+# Model, context, sequences, cache type, whether packed weights are kept, whether all are streamed, or half.
 MEMORY = [
     ("artifact", 1024, 1, "f16", True, False),
     ("artifact", 1024, 1, "f16", False, False),
@@ -40,6 +40,9 @@ MEMORY = [
     ("seeded-1.5b", 256, 1, "f16", True, False),
     ("seeded-1.5b", 512, 1, "int8", True, False),
     ("seeded-1.5b", 512, 1, "f16", True, True),
+    ("seeded-experts", 512, 1, "f16", True, False),
+    ("seeded-experts", 512, 1, "f16", True, "half"),
+    ("seeded-experts", 512, 1, "f16", True, True),
 ]
 # Model, sequences, cache type, lengths.
 SPEEDS = [
@@ -112,7 +115,7 @@ def memory(
             str(row["context"]),
             str(row["sequences"]),
             row["kv_dtype"],
-            "streamed" if row["streamed"] else "from a file" if row["cache"] else "packed",
+            _weights(row),
             f"{row['planned'] / 1e6:.0f} MB",
             f"{row['peak'] / 1e6:.0f} MB",
             f"{over / row['peak']:+.1%}",
@@ -120,6 +123,12 @@ def memory(
         )
     Console(width=120).print(table)
     return rows
+
+
+def _weights(row: dict[str, Any]) -> str:
+    if row["streamed"]:
+        return "half streamed" if row["streamed"] == "half" else "streamed"
+    return "from a file" if row["cache"] else "packed"
 
 
 def speed(

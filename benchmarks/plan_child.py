@@ -26,6 +26,7 @@ from nybble.devices import (
     measure_limits,
     peak_resident_bytes,
     plan_memory,
+    plan_within,
     smallest_plan,
 )
 from nybble.devices.memory_plan import TOKENIZER_PER_TOKEN, TOKENIZING_PER_TOKEN
@@ -82,11 +83,13 @@ def prompts(llm: LLM, sequences: int, length: int) -> list[list[int]]:
 
 def memory(case: Case, opened: Any) -> dict[str, int]:
     """All that a run may do: every sequence at the end of its context at once, sampling, log-probabilities, a
-    score; where `streamed`, in the least memory there is for it. Bytes that were planned, and the peak."""
+    score; where `streamed`, in the least memory there is for it, or half-way from there to all of it. Bytes
+    that were planned, and the peak."""
     (run, plan), budget = planned(case, opened), "16GB"
     if case["streamed"]:
-        least = smallest_plan(run)
-        plan, budget = named(case, least), str(least.total)
+        least, resident = smallest_plan(run).total, plan_memory(run).total
+        size = (least + resident) // 2 if case["streamed"] == "half" else least
+        plan, budget = named(case, plan_within(run, size)), str(size)
     with open_llm(case, cache=case["cache"], memory_budget=budget) as llm:
         asked = prompts(llm, plan.sequences, case["context"] - ANSWER)
         params = SamplingParams(max_tokens=ANSWER, ignore_eos=True, temperature=0.8, logprobs=2)

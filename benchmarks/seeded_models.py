@@ -14,7 +14,7 @@ import numpy as np
 from nybble.devices import ResidencyPlan
 from nybble.export.weights import LogicalTensor
 from nybble.models.open import open_source
-from nybble.models.spec import ModelSpec, RopeSpec
+from nybble.models.spec import MixtureSpec, ModelSpec, RopeSpec
 from nybble.quant.packing import QuantizedTensor
 from nybble.quant.packing_rows import ROW_STEP, MatrixKind, MatrixRows
 from nybble.quant.recipe import Recipe
@@ -22,6 +22,7 @@ from nybble.runtime.packed_cache import load_packed
 from nybble.runtime.packed_weights import PackedSource
 
 TOKENIZER_TOKENS = 49152
+ROUTER_SKEW = 0.5
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,10 @@ class SeededModel:
         if len(shape) == 1:
             return np.ones(shape, np.float32)
         random = np.random.default_rng(list(name.encode()))  # a router or gate
-        return random.normal(size=shape, scale=shape[1] ** -0.5).astype(np.float32)
+        gates = random.normal(size=shape, scale=shape[1] ** -0.5)
+        # Some experts of a mixture are chosen more than others: those whose logits vary more.
+        skew = random.permutation(np.arange(1, shape[0] + 1) ** -ROUTER_SKEW)
+        return np.asarray(2 * gates * skew[:, None], np.float32)
 
     def matrix(self, name: str) -> MatrixRows | None:
         """A quantized weight, made some rows at a time: whole, the largest would take more memory than a
@@ -117,7 +121,8 @@ def _spec(
     )
 
 
-# After SmolLM2-360M, a Llama of 2023 with a head of its own, Qwen2.5-0.5B and Qwen2.5-1.5B.
+# After SmolLM2-360M, a Llama of 2023 with a head of its own, Qwen2.5-0.5B and Qwen2.5-1.5B; and a mixture of
+# 1.5 billion weights, of which a token goes through 0.3 billion.
 MODELS = {
     model.name: model
     for model in (
@@ -139,6 +144,21 @@ MODELS = {
         SeededModel(
             "seeded-1.5b",
             _spec(151936, 1536, 8960, 28, 12, 2, 128, tied_embeddings=True, qkv_bias=True),
+            Recipe(bits=4, group_size=64),
+        ),
+        SeededModel(
+            "seeded-experts",
+            _spec(
+                49152,
+                1024,
+                1792,
+                16,
+                16,
+                4,
+                64,
+                tied_embeddings=True,
+                mixture=MixtureSpec(tuple(range(16)), 16, 2, 1792, True),
+            ),
             Recipe(bits=4, group_size=64),
         ),
     )

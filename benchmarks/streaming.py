@@ -6,8 +6,9 @@ Half of an artifact's weights streamed: tokens a second against the lesser of wh
 with all of them in memory, and of the rate at which plain loops read the same bytes of the same file; eight
 sequences against one. Then a model of 1.5 billion random weights under a memory limit, its resident memory
 watched from outside: in a control group where one can be made. With `--llamacpp-python` llama.cpp has the
-same two models mapped, in the same memory. Bounds and steps are measured by turns in each round, since disks
-change their speed; figures are medians over the rounds.
+same two models mapped, in the same memory. Then a mixture of experts in half of the memory that it takes: its
+experts read when they are chosen, and in whole layers. Bounds and steps are measured by turns in each round,
+since disks change their speed; figures are medians over the rounds.
 """
 
 import argparse
@@ -18,15 +19,17 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from large_model import SPEC, write, write_gguf
 from machine import busy_between, machine
 from peers import default_gguf, prepared
+from seeded_models import MODELS
 from streaming_runs import against_disk, open_executor, step_seconds
 
+from nybble.devices import RunSettings, load_profile, plan_memory, plan_within
 from nybble.devices.residency import ResidencyPlan
 from nybble.devices.streaming import buffers_of
 from nybble.export.artifact import open_artifact
@@ -35,6 +38,7 @@ from nybble.runtime.packed_weights import FreshlyPacked
 from nybble.runtime.streaming import streamed_bytes
 
 HERE = Path(__file__).parent
+EXPERTS = MODELS["seeded-experts"]
 SHARE_GOAL, EIGHT_GOAL = 0.85, 1.3
 BUDGET = 500_000_000  # bytes of the large model's process
 OTHERS = 100_000_000  # of it for Python, the cache, what a step writes: not weights
@@ -202,6 +206,55 @@ def small(artifact: Path, threads: int, steps: int, folder: Path, python: Path) 
     }
 
 
+def experts(threads: int, steps: int, rounds: int, file: Path) -> dict[str, Any]:
+    """The mixture within half of what it takes, its experts by use and, as before, in whole layers; by turns.
+    Its file is made where it is not there."""
+    run = RunSettings(
+        EXPERTS.spec, EXPERTS.recipe, load_profile("laptop-cpu"), context=512, token_budget=64,
+        kv_dtype="f16", threads=threads, executor="cpu",
+    )  # fmt: skip
+    if not file.exists():
+        build_packed(file, FreshlyPacked(EXPERTS), EXPERTS.digest)
+    everything = plan_memory(run)
+    budget, layers = everything.total // 2, EXPERTS.spec.num_layers
+    plans = {"experts": plan_within(run, budget)}
+    for count in range(1, layers + 1):
+        some = ResidencyPlan.spread(layers, count)
+        if plan_memory(replace(run, budget=budget, residency=some)).fits:
+            plans["layers"] = plan_memory(replace(run, residency=some))
+            break
+    plans["memory"] = everything
+    found: dict[str, list[Limited]] = {name: [] for name in plans}
+    for _ in range(rounds):
+        for name, plan in plans.items():
+            command = [
+                sys.executable,
+                str(HERE / "streaming_experts.py"),
+                str(file),
+                str(threads),
+                str(steps),
+            ]
+            found[name].append(in_limit([*command, json.dumps(asdict(plan.residency))], 2 * everything.total))
+    report: dict[str, Any] = {"file_bytes": file.stat().st_size, "budget": budget, "steps": steps}
+    for name, runs in found.items():
+        ended = [each.found for each in runs if each.found is not None]
+        if len(ended) < rounds:
+            raise SystemExit("a process of the mixture ended before its figures")
+        # Of each run the second half, when what is chosen most has been read.
+        seconds = [statistics.mean(each["seconds"][steps // 2 :]) for each in ended]
+        report[name] = {
+            "expert_slots": plans[name].residency.expert_slots,
+            "streamed_layers": len(plans[name].residency.streamed_layers),
+            "planned_bytes": plans[name].total - plans[name].tokenizer,
+            "peak_resident_bytes": max(each.peak for each in runs),
+            "rounds": seconds,
+            "tokens_per_second": 1 / statistics.median(seconds),
+            "bytes_per_token": ended[0]["bytes_per_token"],
+            "hit_rate": ended[0]["hit_rate"],
+        }
+    return report
+
+
 def main() -> None:
     from rich.console import Console
     from rich.table import Table
@@ -213,11 +266,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--part", choices=("half", "small", "large"), help="only this one")
+    parser.add_argument("--part", choices=("half", "small", "large", "experts"), help="only this one")
     parser.add_argument(
         "--llamacpp-python", type=Path, help="a Python with llama-cpp-python: llama.cpp in the same memory"
     )
     parser.add_argument("--large-file", type=Path, help="the large model's, 1 GB: made if need be, and kept")
+    parser.add_argument("--experts-file", type=Path, help="the mixture's, 0.8 GB: made if need be, and kept")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "streaming.json")
     arguments = parser.parse_args()
     report: dict[str, Any] = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
@@ -244,6 +298,11 @@ def main() -> None:
         if arguments.part in (None, "large"):
             file = arguments.large_file or folder / "large" / "packed.bin"
             report["large"] = busy | large(arguments.threads, max(1, arguments.steps // 10), file, python)
+        if arguments.part in (None, "experts"):
+            file = arguments.experts_file or folder / "experts" / "packed.bin"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            rounds = min(3, arguments.rounds)
+            report["experts"] = busy | experts(arguments.threads, 10 * arguments.steps, rounds, file)
     table = Table("", "found", "goal")
     if (found := report.get("half")) is not None:
         for name in ("resident", "disk", "one", "eight"):
@@ -263,6 +322,18 @@ def main() -> None:
         if (peer := found.get("llama.cpp")) is not None:
             said = peer.get("ended") or f"{peer['tokens_per_second']:.2f}"
             table.add_row("llama.cpp in the same memory: tokens a second", said, "")
+    for name in ("experts", "layers", "memory"):
+        if "experts" not in report:
+            break
+        found = report["experts"][name]
+        label = {"experts": "experts by use", "layers": "whole layers", "memory": "all in memory"}[name]
+        said = f"{found['tokens_per_second']:.1f}, {found['bytes_per_token'] / 1e6:.1f} MB"
+        if found["hit_rate"] is not None:
+            said += f", {found['hit_rate']:.0%} in memory"
+        table.add_row(f"a mixture, {label}: tokens a second, read for one", said, "")
+        peak, budget = found["peak_resident_bytes"], report["experts"]["budget"]
+        limit = f"{budget / 1e6:.0f}" if name != "memory" else ""
+        table.add_row("peak resident memory, MB", f"{peak / 1e6:.0f}", limit)
     Console(width=None if sys.stdout.isatty() else 100).print(table)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(report, indent=1) + "\n")

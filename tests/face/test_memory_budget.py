@@ -57,7 +57,7 @@ def mixture(make_tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempP
         hidden_size=128,
         num_experts=24,
         num_experts_per_tok=3,
-        moe_intermediate_size=256,
+        moe_intermediate_size=1024,
         shared_expert_intermediate_size=128,
     )
     quantize(folder, out, method="rtn", group_size=32, formats=["gptq"])
@@ -107,7 +107,7 @@ def test_a_mixture_gives_the_same_tokens_with_its_experts_streamed(mixture: Path
     plans = [plan_within(run, each).residency for each in budgets(run, 7)]
     slots = {plan.expert_slots for plan in plans}
     assert len(slots) >= 4
-    assert 2 in slots
+    assert 3 in slots  # as many as a token has experts
     assert any(plan.expert_slots and not plan.streamed_layers for plan in plans)
     for budget in budgets(run, 7):
         assert answers(mixture, budget, kv_dtype=KV) == expected, budget
