@@ -159,7 +159,8 @@ MODELS = {
                 tied_embeddings=True,
                 mixture=MixtureSpec(tuple(range(16)), 16, 2, 1792, True),
             ),
-            Recipe(bits=4, group_size=64),
+            # Zero points are where codes are on average: else all tokens would come to the same experts.
+            Recipe(bits=4, group_size=64, symmetric=False),
         ),
     )
 }

@@ -235,7 +235,8 @@ def experts(threads: int, steps: int, rounds: int, file: Path) -> dict[str, Any]
                 str(steps),
             ]
             found[name].append(in_limit([*command, json.dumps(asdict(plan.residency))], 2 * everything.total))
-    report: dict[str, Any] = {"file_bytes": file.stat().st_size, "budget": budget, "steps": steps}
+    report: dict[str, Any] = {"threads": threads, "steps": steps}
+    report |= {"file_bytes": file.stat().st_size, "budget": budget}
     for name, runs in found.items():
         ended = [each.found for each in runs if each.found is not None]
         if len(ended) < rounds:

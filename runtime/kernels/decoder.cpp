@@ -261,6 +261,7 @@ void Decoder::quantize_row(int thread, const float* row, const std::vector<int32
 
 void Decoder::linears(int thread, const LayerWeights& layer, LinearIndex first, int count, float* out,
                       int stride, SharedWork& work) {
+    keep_reading(thread);
     StepBuffers& b = buffers_;
     LinearJob jobs[3];
     for (int i = 0; i < count; ++i) {
