@@ -71,7 +71,8 @@ class WeightStream {
     WeightStream(const WeightStream&) = delete;
     WeightStream& operator=(const WeightStream&) = delete;
 
-    // `all`: whether the step uses all ranges, or only those of every step.
+    // `all`: whether the step uses all ranges, or only those of every step. `tokens`: what it has, after
+    // which earlier choices of experts count less.
     void begin_step(bool all, int tokens = 1);
     void end_step();
     // Seconds that the last step's thread has slept until reads had ended.
@@ -89,10 +90,11 @@ class WeightStream {
     // The named rows of the matrix, at most kRowsAtOnce, as tiles of one row; valid until the next call.
     const uint8_t* rows(const int32_t* ids, int count);
 
-    // A layer's experts. The slot of each, negative where it is not in memory; which of them are needed, and
-    // by how many tokens, those in memory first. They are there in that order: `acquire_experts` says of how
-    // many more that holds, after it has waited for one if it may, and is 0 where reading failed; `expert(i)`
-    // is the i-th, until `release_experts`, which takes back all that were acquired.
+    // Experts of a layer. `expert_slots` is the slot of each, negative where it is not in memory. After
+    // `begin_experts` each one that the layer needs is named, with how many tokens need it, those in memory
+    // first. `acquire_experts` says how many more of them are there, in that order; with `wait` it waits for
+    // one, and 0 is a failure. `expert(i)` is the i-th, until `release_experts`, which takes back all that
+    // were acquired.
     const int32_t* expert_slots(int layer) const;
     void begin_experts(int layer);
     void need_expert(int expert, int tokens);

@@ -66,6 +66,14 @@ def test_a_mixture_of_experts_from_its_config_alone(tmp_path: Path) -> None:
     # A token reads 2.7 billion weights of linear layers and the head, 1.8 GB of the 17.1 that are read in a
     # second; all experts would be 16 GB.
     assert 3 < found["predicted"]["decode"] < 17.1 / 1.7
+    # In less memory most experts are on the disk.
+    small = (tmp_path, "--device", DEVICE, "--context", "4096", "--memory-budget", "8GB")
+    less = as_json(*small)["plan"]
+    assert less["total"] <= 8e9
+    assert 2000 < less["residency"]["expert_slots"] < 3500
+    assert less["residency"]["streamed_layers"] == []
+    said = " ".join(run(*small).stdout.split())
+    assert f"{less['residency']['expert_slots']} of 6144 experts in memory" in said
 
 
 def test_a_config_alone_is_enough(config: Path) -> None:
