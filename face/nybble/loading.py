@@ -252,6 +252,8 @@ def _open_cpu(model: Runnable, threads: int, plan: MemoryPlan, cache: bool, scra
     executor = CpuExecutor.from_packed(
         source, threads=threads, max_position=plan.context, residency=plan.residency
     )
+    del source  # its table: of a mixture there are thousands of matrices
+    give_back_freed_memory()
     executor.reserve(plan.token_budget, plan.sequences)
     return executor
 
