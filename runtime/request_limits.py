@@ -59,6 +59,8 @@ class RequestLimits:
             raise RequestError("the prompt is empty; expected at least one token")
         if (top := max(request.prompt_ids)) >= self.vocab_size:
             raise RequestError(f"the prompt holds token {top}; the model has {self.vocab_size} tokens")
+        if (top := max(params.stop_token_ids, default=0)) >= self.vocab_size:
+            raise SettingError(f"stop_token_ids holds {top}; the model has {self.vocab_size} tokens")
         if params.logprobs is not None and params.logprobs > self.vocab_size:
             raise SettingError(f"logprobs is {params.logprobs}; the model has {self.vocab_size} tokens")
         if request.deadline is not None and not request.deadline > 0:

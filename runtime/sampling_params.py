@@ -80,8 +80,8 @@ class SamplingParams:
         if any(not isinstance(s, str) or not s for s in self.stop_strings):
             raise SettingError(f"stop is {self.stop!r}; expected strings that are not empty")
         ids = self.stop_token_ids
-        if isinstance(ids, str | bytes) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-            raise SettingError(f"stop_token_ids is {ids!r}; expected token ids")
+        if isinstance(ids, str | bytes) or any(type(i) is not int or i < 0 for i in ids):
+            raise SettingError(f"stop_token_ids is {ids!r}; expected token ids, 0 or more")
         object.__setattr__(self, "stop_token_ids", tuple(ids))
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         self._check_constraint()

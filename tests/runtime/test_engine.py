@@ -228,6 +228,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(
         ([1] * 200, {}, RequestError, "200 tokens; the context holds 200, the answer included"),
         ([64], {}, RequestError, "token 64; the model has 64"),
         ([1], {"logprobs": 65}, SettingError, "logprobs is 65"),
+        ([1], {"stop_token_ids": [2, 64]}, SettingError, "stop_token_ids holds 64; the model has 64"),
     ],
 )
 def test_requests_that_cannot_run_are_refused_when_added(

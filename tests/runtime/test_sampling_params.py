@@ -33,6 +33,8 @@ from nybble.runtime.sampling_params import ResolvedSampling, SamplingParams
         ("stop", [7]),
         ("stop_token_ids", ["2"]),
         ("stop_token_ids", "2"),
+        ("stop_token_ids", [2, -1]),
+        ("stop_token_ids", [True]),
     ],
 )
 def test_a_value_out_of_range_is_named_in_one_line(field: str, value: Any) -> None:
