@@ -60,8 +60,8 @@ bool Decoder::run_experts(int thread, int layer, SharedWork* work) {
 // Of thread 0, which sees no other at work.
 void Decoder::group_experts(int layer) {
     LayerWeights& w = weights_.layers[layer];
-    if (w.experts_by_use == 0) return experts_.group(input_->tokens);
-    experts_.group(input_->tokens, stream_->expert_slots(layer));
+    if (w.experts_by_use == 0) return experts_.group(kernels_, input_->tokens);
+    experts_.group(kernels_, input_->tokens, stream_->expert_slots(layer));
     stream_->begin_experts(layer);
     for (const ExpertGroup& group : experts_.groups()) {
         if (group.expert < w.experts_by_use) stream_->need_expert(group.expert, group.rows);

@@ -81,7 +81,7 @@ void ExpertRows::choose(int token) {
     if (mixture_.shared()) chosen[count] = mixture_.experts;
 }
 
-void ExpertRows::group(int tokens, const int32_t* slots) {
+void ExpertRows::group(const Kernels& kernels, int tokens, const int32_t* slots) {
     std::fill(fill_.begin(), fill_.end(), 0);
     for (int t = 0; t < tokens; ++t) {
         const int32_t* chosen = experts(t);
@@ -93,8 +93,8 @@ void ExpertRows::group(int tokens, const int32_t* slots) {
         groups_.push_back({expert, first_row, rows});
         block_ends_.push_back(block_ends_.back() + blocks_of(rows));
         gate_up_ends_.push_back(gate_up_ends_.back() +
-                                linear_pieces(2, tiles_of(mixture_.size_of(expert)), rows));
-        down_ends_.push_back(down_ends_.back() + linear_pieces(1, tiles_of(hidden_size_), rows));
+                                linear_pieces(kernels, 2, tiles_of(mixture_.size_of(expert)), rows));
+        down_ends_.push_back(down_ends_.back() + linear_pieces(kernels, 1, tiles_of(hidden_size_), rows));
     };
     int shared_row = 0;
     for (int rows : fill_) shared_row += blocks_of(rows) * kBlockTokens;

@@ -9,6 +9,7 @@
 
 #include "aligned_buffer.h"
 #include "decoder_weights.h"
+#include "kernels.h"
 
 namespace nybble {
 
@@ -41,7 +42,7 @@ class ExpertRows {
     // When all tokens' experts are chosen, on one thread. The shared expert's group comes first, then the
     // others ascending; where `slots` are given those with one, then those whose slot is negative. They are
     // one round.
-    void group(int tokens, const int32_t* slots = nullptr);
+    void group(const Kernels& kernels, int tokens, const int32_t* slots = nullptr);
 
     const std::vector<ExpertGroup>& groups() const { return groups_; }
     int token_of_row(int row) const { return token_of_row_[row]; }

@@ -59,6 +59,8 @@ struct Kernels {
     // Bytes of scratch one thread needs for `attend` and `linear_panel`.
     size_t (*attention_scratch)(int group, int head_dim);
     size_t (*panel_scratch)();
+    // Up to so many tokens `linear_rows` is faster than `linear_panel`.
+    int row_tokens;
 
     // One token's row [columns], zero padded to whole slices, to its place in `out`.
     void (*quantize)(const float* row, int token, Activations out);

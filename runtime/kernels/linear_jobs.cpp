@@ -5,8 +5,6 @@
 namespace nybble {
 namespace {
 
-constexpr int kFewTokens = 32;  // up to here weights are unpacked in registers, once for eight tokens
-
 constexpr int kRunTiles = 4;
 
 int runs_of(int tiles) { return (tiles + kRunTiles - 1) / kRunTiles; }
@@ -86,20 +84,20 @@ void run_panels(const Kernels& kernels, const LinearJob* jobs, int count, int th
 
 void run_linear_jobs(const Kernels& kernels, const LinearJob* jobs, int count, int thread, SharedWork& work,
                      uint8_t* scratch) {
-    if (jobs[0].input.tokens <= kFewTokens) {
+    if (jobs[0].input.tokens <= kernels.row_tokens) {
         run_tiles(kernels, jobs, count, thread, work);
     } else {
         run_panels(kernels, jobs, count, thread, work, scratch);
     }
 }
 
-int linear_pieces(int count, int tiles, int tokens) {
-    if (tokens <= kFewTokens) return runs_of(count * tiles);
+int linear_pieces(const Kernels& kernels, int count, int tiles, int tokens) {
+    if (tokens <= kernels.row_tokens) return runs_of(count * tiles);
     return count * panels_of(tiles) * ranges_of((tokens + kBlockTokens - 1) / kBlockTokens);
 }
 
 void run_linear_piece(const Kernels& kernels, const LinearJob* jobs, int count, int piece, uint8_t* scratch) {
-    if (jobs[0].input.tokens <= kFewTokens) return run_of_tiles(kernels, jobs, count, piece);
+    if (jobs[0].input.tokens <= kernels.row_tokens) return run_of_tiles(kernels, jobs, count, piece);
     const Range all{0, jobs[0].input.blocks()};
     const int ranges = ranges_of(all.end);
     run_panel(kernels, jobs, count, piece / ranges, all.part(piece % ranges, ranges), scratch);

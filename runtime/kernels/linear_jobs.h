@@ -23,7 +23,7 @@ void run_linear_jobs(const Kernels& kernels, const LinearJob* jobs, int count, i
 
 // The same where a phase has many groups of jobs, each with tokens of its own: into how many pieces a group
 // of `count` jobs is cut, with as many tiles each, and one of these.
-int linear_pieces(int count, int tiles, int tokens);
+int linear_pieces(const Kernels& kernels, int count, int tiles, int tokens);
 void run_linear_piece(const Kernels& kernels, const LinearJob* jobs, int count, int piece, uint8_t* scratch);
 
 }  // namespace nybble

@@ -217,7 +217,7 @@ void test_slots(Random& random) {
 }
 
 // Tokens with few different logits, so that many are equal.
-void test_rows(Random& random) {
+void test_rows(const Kernels& kernels, Random& random) {
     for (int experts : {1, 3, 8, 20}) {
         const int per_token = 1 + random.below(experts), shared_size = random.below(2) == 0 ? 0 : 104;
         const int tokens = 1 + random.below(40);
@@ -242,7 +242,7 @@ void test_rows(Random& random) {
         std::vector<int32_t> slots;
         for (int e = 0; e < experts; ++e) slots.push_back(random.below(3) - 1);
         const bool in_order = random.below(2) == 0;
-        rows.group(tokens, in_order ? nullptr : slots.data());
+        rows.group(kernels, tokens, in_order ? nullptr : slots.data());
         std::set<const float*> outputs;
         std::vector<int> order;
         for (const ExpertGroup& group : rows.groups()) {
@@ -278,7 +278,7 @@ void test_experts(const Kernels& kernels, Results& results) {
     test_router(kernels, random, results);
     test_shares(kernels, random, results);
     test_sums(kernels, random, results);
-    for (int i = 0; i < 10; ++i) test_rows(random);
+    for (int i = 0; i < 10; ++i) test_rows(kernels, random);
     test_slots(random);
 }
 

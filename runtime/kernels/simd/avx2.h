@@ -15,7 +15,8 @@ constexpr int kTilesPerBlock = 1;
 constexpr int kTokensPerBlock = 4;
 constexpr int kFewStreams = 1;
 constexpr int kFewTokens = 8;
-constexpr int kRowBlock = 3;  // register block of attention: rows
+constexpr int kRowTokens = 32;  // up to so many tokens `linear_rows` is faster than `linear_panel`
+constexpr int kRowBlock = 3;    // register block of attention: rows
 constexpr int kDotChains = 5;
 
 inline F32 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }

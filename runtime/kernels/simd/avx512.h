@@ -13,6 +13,7 @@ constexpr int kTilesPerBlock = 4;  // register block of the matrix product: tile
 constexpr int kTokensPerBlock = 4;
 constexpr int kFewStreams = 2;  // rows of tiles that a few tokens are multiplied with together
 constexpr int kFewTokens = 8;   // tokens whose sums are kept together: 4 or 8
+constexpr int kRowTokens = 16;  // up to so many tokens `linear_rows` is faster than `linear_panel`
 constexpr int kRowBlock = 6;    // register block of attention: rows
 constexpr int kDotChains = 16;  // sums that hide the dot product's latency
 

@@ -16,7 +16,8 @@ constexpr int kTilesPerBlock = 1;
 constexpr int kTokensPerBlock = 4;
 constexpr int kFewStreams = 1;
 constexpr int kFewTokens = 4;
-constexpr int kRowBlock = 1;  // register block of attention: rows
+constexpr int kRowTokens = 32;  // up to so many tokens `linear_rows` is faster than `linear_panel`
+constexpr int kRowBlock = 1;    // register block of attention: rows
 constexpr int kDotChains = 2;
 
 template <typename V, typename Function>
