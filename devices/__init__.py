@@ -14,7 +14,7 @@ from .plans import plan_memory
 from .power import Energy, PowerMeter
 from .prediction import Rates, Speeds, predict
 from .probe import Machine, measured, probe
-from .process import give_back_freed_memory, peak_resident_bytes, reset_peak_resident, resident_bytes
+from .process import give_back_memory, peak_resident_bytes, reset_peak_resident, resident_bytes
 from .profile import DeviceProfile, KvDtype, Provider, Speculation, load_profile
 from .report import describe, describe_disk, describe_profile, machine_json, profile_json
 from .residency import ResidencyPlan
@@ -52,7 +52,7 @@ __all__ = [
     "disk_read_rate",
     "fit_sequences",
     "format_bytes",
-    "give_back_freed_memory",
+    "give_back_memory",
     "kernel_sets",
     "kv_bytes_per_token",
     "list_profiles",

@@ -2,12 +2,18 @@
 
 import ctypes
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 
-def give_back_freed_memory() -> None:
-    """Returns freed heap to the system, which the C library else keeps for later: after a tokenizer was built
-    that is some 15 to 30 MB. Nothing happens where the C library has no `malloc_trim`."""
+def give_back_memory() -> None:
+    """Returns to the system what this process holds and does not use: freed heap, which the C library else
+    keeps for later (after a tokenizer was built some 15 to 30 MB), and pages of libraries' code that imports
+    used or that came with those (10 to 20 MB). What a system has no way for is left out."""
+    with suppress(ImportError):
+        from .. import _kernels
+
+        _kernels.drop_code_pages()
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):  # musl, macOS; Windows

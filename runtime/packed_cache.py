@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..devices.process import give_back_freed_memory
+from ..devices.process import give_back_memory
 from ..devices.residency import ResidencyPlan
 from ..devices.user_files import cache_folder
 from ..errors import ModelFormatError, OutputError
@@ -90,7 +90,7 @@ def pack_into_temporary(
         with tempfile.TemporaryFile(dir=folder) as output:
             write_packed(output, source, digest)
             output.flush()
-            give_back_freed_memory()
+            give_back_memory()
             return read_packed(output.fileno(), folder / FILE_NAME, source.spec, digest, residency)
     except OSError as error:
         raise OutputError(
@@ -165,5 +165,5 @@ def build_packed(
     with new_file(file) as output:
         write_packed(output, source, digest)
         output.flush()
-        give_back_freed_memory()
+        give_back_memory()
         return read_packed(output.fileno(), file, source.spec, digest, residency)

@@ -9,6 +9,10 @@ def cpu_info() -> dict[str, object]:
     """What this CPU is: `isa` (list of instruction sets that may be used), `brand`, and `caches`
     (list of dicts: `level`, `type`, `bytes`, `line_bytes`, `shared_by`)."""
 
+def drop_code_pages() -> int:
+    """Takes the libraries' code out of this process's resident memory; what is used comes back. Returns how
+    many bytes were resident; 0 elsewhere than on Linux."""
+
 def supported_kernels() -> list[str]:
     """Names of the instruction sets whose kernels are built and run on this CPU, best first."""
 

@@ -21,7 +21,7 @@ from .devices import (
     describe_shortage,
     fit_sequences,
     format_bytes,
-    give_back_freed_memory,
+    give_back_memory,
     parse_memory_budget,
     plan_within,
     probe,
@@ -136,7 +136,7 @@ def load(
                 run = replace(run, budget=budget - draft.bytes)
             plan = _plan(run, max_sequences, path, kv_dtype)
             tokenizer, digest = Tokenizer(model.tokenizer_files), model.digest
-            give_back_freed_memory()
+            give_back_memory()
             with _explained(run, plan):
                 opened = (
                     _open_ort(model, profile, providers, threads, plan.context)
@@ -253,7 +253,7 @@ def _open_cpu(model: Runnable, threads: int, plan: MemoryPlan, cache: bool, scra
         source, threads=threads, max_position=plan.context, residency=plan.residency
     )
     del source  # its table: of a mixture there are thousands of matrices
-    give_back_freed_memory()
+    give_back_memory()
     executor.reserve(plan.token_budget, plan.sequences)
     return executor
 

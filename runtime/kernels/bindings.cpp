@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include "code_pages.h"
 #include "cpu_info.h"
 
 namespace nb = nanobind;
@@ -38,6 +39,8 @@ NB_MODULE(_kernels, m) {
     // The sampler of a process lives until its end, when nanobind would call it leaked.
     nb::set_leak_warnings(false);
     m.def("cpu_info", &cpu_info_dict, "What this CPU is: its brand, usable instruction sets and caches.");
+    m.def("drop_code_pages", &nybble::drop_code_pages,
+          "Takes the libraries' code out of resident memory; what is used comes back. Returns the bytes.");
     nybble::bind_decoder(m);
     nybble::bind_measure(m);
     nybble::bind_rounding(m);
