@@ -48,7 +48,9 @@ def test_code_that_was_not_used_since_is_not_resident() -> None:
     a = np.arange(64 * 64, dtype=np.float64).reshape(64, 64)
     np.linalg.svd(a)  # numpy's code is used again, and it works
     after = resident_bytes()
-    assert before is not None and after is not None and after > before
+    assert before is not None
+    assert after is not None
+    assert after > before
     assert _kernels.drop_code_pages() > 100_000
     assert (resident_bytes() or 0) < after
     assert np.array_equal(a @ np.eye(64), a)
