@@ -112,7 +112,7 @@ def measure(model: str, row: str, threads: int, reference: Path) -> dict[str, An
     start, busy = time.monotonic(), time.process_time()
     source = row_source(model, row)
     calibration = None
-    if recipe.method == "gptq":
+    if recipe.needs_text:
         calibration = load_calibration(None, encode=encoder(source), recipe=recipe)
     result = quantize(source, recipe, calibration, threads=threads)
     seconds, busy, peak = time.monotonic() - start, time.process_time() - busy, peak_bytes()
