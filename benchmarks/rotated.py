@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from nybble.models import ModelSource
 from nybble.models.spec import ModelSpec
 
+A_LITTLE = 0.16  # of a turn: 0.95 on the matrix's diagonal
+
 
 class RotatedSource:
     """A `ModelSource` of family llama with its residual stream rotated; the head is never tied.
 
-    `turn` is how far: 1 is a matrix uniform among the orthogonal ones. A small one leaves each channel mostly
-    as it is, its outliers too, and still leaves no grid: 0.16 has 0.95 on the matrix's diagonal."""
+    `turn` is how far: 1 is a matrix uniform among the orthogonal ones. `A_LITTLE` leaves each channel mostly
+    as it is, its outliers too, and still leaves no grid."""
 
     def __init__(self, source: ModelSource, seed: int = 0, turn: float = 1) -> None:
         self._source = source

@@ -4,7 +4,8 @@ the same function.
 A linear layer's columns are multiplied by s, one number for each input channel, and what gives the input is
 divided by it: the norm before, or the rows of the linear layer before. A group of weights shares one grid,
 and what rounding does to channel j is divided by s_j again. As in AWQ (https://arxiv.org/abs/2306.00978) s is
-a power of what the channel counts for, and the power is the one of least error of plain rounding.
+a power of what the channel counts for, over a power of its weights' root mean square: large weights have a
+coarse grid by themselves. The powers are those of least error of plain rounding.
 
 What a channel counts for, d, is its mean square where rounding is all that is done. GPTQ makes good what the
 other channels can make good, and leaves of channel j what these do not predict: d is then its variance given
@@ -18,6 +19,7 @@ nothing is done.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,9 +39,10 @@ if TYPE_CHECKING:
 
 # Of the calibration text, for the search: 1 / (H⁻¹)_jj of too few is noise.
 TOKENS_PER_INPUT = 3
-POWERS = tuple(i / 10 for i in range(11))
+POWERS = (0.0, 0.25, 0.5, 0.75, 1.0)  # that are tried, of both
 ROWS = 256  # of each linear layer, at equal distances, that the search looks at
-SMALLEST = 1e-8  # d, as a share of the largest: what holds the scales within float16's range
+SMALLEST = 1e-8  # square of a channel, as a share of the largest
+LARGEST = 128.0  # scale, and one over the smallest: norms stay within float16's range
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,12 @@ class _Inputs:
     importance: "Tensor"
 
 
-def scaled(source: ModelSource, recipe: Recipe, token_ids: NDArray[np.int32]) -> "ScaledSource":
+def scaled(
+    source: ModelSource, recipe: Recipe, token_ids: NDArray[np.int32], layers: int | None = None
+) -> "ScaledSource":
     """The model with the scales that suit a recipe, searched on the first windows of a calibration text
-    [samples, seq_len] in the float model, a layer at a time. Raises `QuantizationError` naming the linear
-    layers whose inputs are not finite."""
+    [samples, seq_len] in the float model, a layer at a time; only the first `layers`, where a number is
+    given. Raises `QuantizationError` naming the linear layers whose inputs are not finite."""
     spec = source.spec
     linears = [linear for layer in range(spec.num_layers) for linear in spec.linears(layer)]
     enough = TOKENS_PER_INPUT * max(linear.in_features for linear in linears)
@@ -94,7 +99,7 @@ def scaled(source: ModelSource, recipe: Recipe, token_ids: NDArray[np.int32]) ->
     used, index = np.unique(ids, return_inverse=True)
     hidden = embed(spec, to_torch(source.tensor(spec.embedding_name)[used]), index.reshape(ids.shape))
     result = ScaledSource(source)
-    for layer in range(spec.num_layers):
+    for layer in range(spec.num_layers if layers is None else layers):
         weights = {name: to_torch(source.tensor(name)) for name in spec.layer_tensors(layer)}
         inputs = _pass(spec, layer, weights, hidden, recipe)
         for fold in folds(spec, layer):
@@ -115,7 +120,7 @@ def _pass(
     linears, kind = spec.linears(layer), fast_dtype()
     if spec.mixture_of(layer) is None:
         weights = {**weights, **{linear.name: weights[linear.name].to(kind) for linear in linears}}
-    found = {}
+    found: dict[str, _Inputs] = {}
     for stage in layer_stages(spec, layer, weights, hidden, calibrate=False):
         names = [linear.name for linear in stage.linears]
         if recipe.method == "rtn":
@@ -133,22 +138,19 @@ def _pass(
 def _search(
     fold: Fold, weights: "Mapping[str, Tensor]", inputs: Mapping[str, _Inputs], recipe: Recipe
 ) -> NDArray[np.float32]:
-    """The scales of least error, of what is before the fold; their geometric mean is 1."""
+    """The scales of least error, of what is before the fold."""
     import torch
 
     tokens = sum(inputs[name].tokens for name in weights)
     shares = {name: inputs[name].tokens / tokens for name in weights}
-    mean = torch.stack([inputs[name].importance * share for name, share in shares.items()]).sum(0)
-    logarithm = mean.clamp_(min=max(float(mean.max()) * SMALLEST, SMALLEST)).log_().div_(2)
-    count, size = fold.heads
-    if count > 1:
-        logarithm = logarithm.view(-1, count, size).mean(1).flatten()
-    logarithm -= logarithm.mean()
     every = {name: -(-len(weight) // ROWS) for name, weight in weights.items()}
     some = {name: weight[:: every[name]].T.contiguous() for name, weight in weights.items()}
-    best, least = np.ones(len(logarithm), np.float32), float("inf")
-    for power in POWERS:
-        scales = (logarithm * power).exp().numpy()
+    counts = torch.stack([inputs[name].importance * share for name, share in shares.items()]).sum(0)
+    sizes = torch.stack([some[name].square().mean(1) * share for name, share in shares.items()]).sum(0)
+    of_input, of_weights = (_logarithm(fold, x) for x in (counts, sizes))
+    best, least = np.ones(len(of_input), np.float32), float("inf")
+    for one, other in product(POWERS, POWERS):
+        scales = (of_input * one - of_weights * other).exp().clamp(1 / LARGEST, LARGEST).numpy()
         columns = torch.from_numpy(fold.spread(scales))
         error = sum(
             every[name] * share * _error(some[name], columns, inputs[name].importance, recipe.format_of(name))
@@ -157,6 +159,14 @@ def _search(
         if error < least:
             best, least = scales, error
     return best
+
+
+def _logarithm(fold: Fold, squares: "Tensor") -> "Tensor":
+    """Of the roots of squares [in], for what is before the fold; on average 0."""
+    logarithm = squares.clamp(min=max(float(squares.max()), SMALLEST) * SMALLEST).log().div_(2)
+    count, size = fold.heads
+    logarithm = logarithm.view(-1, count, size).mean(1).flatten() if count > 1 else logarithm
+    return logarithm.sub_(logarithm.mean())
 
 
 def _error(weight: "Tensor", scales: "Tensor", importance: "Tensor", form: LinearFormat) -> float:
@@ -204,7 +214,7 @@ class ScaledSource:
     def importance_of(self, name: str) -> NDArray[np.float32] | None:
         """What each channel of a linear layer's input counts for, [in]; None where that is not known."""
         own, columns = self.importance.get(name), self._columns.get(name)
-        return own if own is None or columns is None else own / np.square(columns)
+        return own if own is None or columns is None else (own / np.square(columns)).astype(np.float32)
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """As `ModelSource.tensor`."""

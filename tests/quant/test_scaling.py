@@ -132,8 +132,7 @@ def test_less_is_lost_where_channels_differ(source: Uneven, recipe: Recipe, grou
         found[scaling] = float(kl_divergence(expected, logits_function(DequantizedModel(model))(ids)).mean())
         uses_text = scaling or recipe.method == "gptq"
         assert model.calibration_digest == ("digest" if uses_text else None)
-    print(found)
-    assert found[True] < 0.8 * found[False]
+    assert found[True] < 0.9 * found[False]
 
 
 def test_layers_have_scales_for_their_own_formats(source: Uneven) -> None:
