@@ -19,6 +19,7 @@ nothing is done.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,9 @@ from ..models.spec import ModelSpec
 from .forward import embed, fast_dtype, layer_stages, to_torch
 from .gptq import factored
 from .recipe import LinearFormat, Recipe
-from .scales import all_scales, round_to_grid
+from .scales import group_scales
 from .statistics import hessian
+from .threads import in_parallel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 # Of the calibration text, for the search: 1 / (H⁻¹)_jj of too few is noise.
 TOKENS_PER_INPUT = 3
 POWERS = (0.0, 0.25, 0.5, 0.75, 1.0)  # that are tried, of both
-ROWS = 256  # of each linear layer, at equal distances, that the search looks at
+ROWS = 128  # of each linear layer, at equal distances, that the search looks at
 SMALLEST = 1e-8  # square of a channel, as a share of the largest
 LARGEST = 128.0  # scale, and one over the smallest: norms stay within float16's range
 
@@ -102,9 +104,11 @@ def scaled(
     for layer in range(spec.num_layers if layers is None else layers):
         weights = {name: to_torch(source.tensor(name)) for name in spec.layer_tensors(layer)}
         inputs = _pass(spec, layer, weights, hidden, recipe)
-        for fold in folds(spec, layer):
-            if known := {name: weights[name] for name in fold.readers if name in inputs}:
-                result.fold(layer, fold, _search(fold, known, inputs, recipe))
+        # A mixture has many, of which an expert that no token reaches has none.
+        known = [fold for fold in folds(spec, layer) if any(name in inputs for name in fold.readers)]
+        search = partial(_search, weights=weights, inputs=inputs, recipe=recipe)
+        for fold, scales in zip(known, in_parallel(search, known), strict=True):
+            result.fold(layer, fold, scales)
         if recipe.method == "rtn":
             result.importance |= {name: of.importance.numpy() for name, of in inputs.items()}
     return result
@@ -138,13 +142,14 @@ def _pass(
 def _search(
     fold: Fold, weights: "Mapping[str, Tensor]", inputs: Mapping[str, _Inputs], recipe: Recipe
 ) -> NDArray[np.float32]:
-    """The scales of least error, of what is before the fold."""
+    """The scales of least error, of what is before the fold, in those of its readers with known inputs."""
     import torch
 
-    tokens = sum(inputs[name].tokens for name in weights)
-    shares = {name: inputs[name].tokens / tokens for name in weights}
-    every = {name: -(-len(weight) // ROWS) for name, weight in weights.items()}
-    some = {name: weight[:: every[name]].T.contiguous() for name, weight in weights.items()}
+    names = [name for name in fold.readers if name in inputs]
+    tokens = sum(inputs[name].tokens for name in names)
+    shares = {name: inputs[name].tokens / tokens for name in names}
+    every = {name: -(-len(weights[name]) // ROWS) for name in names}
+    some = {name: weights[name][:: every[name]].T.contiguous() for name in names}
     counts = torch.stack([inputs[name].importance * share for name, share in shares.items()]).sum(0)
     sizes = torch.stack([some[name].square().mean(1) * share for name, share in shares.items()]).sum(0)
     of_input, of_weights = (_logarithm(fold, x) for x in (counts, sizes))
@@ -172,16 +177,17 @@ def _logarithm(fold: Fold, squares: "Tensor") -> "Tensor":
 def _error(weight: "Tensor", scales: "Tensor", importance: "Tensor", form: LinearFormat) -> float:
     """What rounding changes in a weight [in, out] whose rows are multiplied by `scales` [in] for it: squares
     weighted by `importance` [in]."""
-    weight, importance = weight * scales[:, None], importance / scales.square()
-    size = len(weight) if form.group_size == -1 else form.group_size
-    scale, zero = all_scales(weight, None, size, form.bits, form.symmetric, False)
-    error = 0.0
-    for group, start in enumerate(range(0, len(weight), size)):
-        part = weight[start : start + size]
-        codes = round_to_grid(part, scale[group], zero[group], (1 << form.bits) - 1)
-        off = codes.sub_(zero[group]).mul_(scale[group]).sub_(part).square_()
-        error += float(importance[start : start + size] @ off.sum(1))
-    return error
+    from torch.nn.functional import pad
+
+    columns, out = weight.shape
+    size = columns if form.group_size == -1 else form.group_size
+    short = -columns % size  # of the last group: zeros widen no range
+    groups = pad(weight * scales[:, None], (0, 0, 0, short)).view(-1, size, out)
+    squares = pad(importance / scales.square(), (0, short)).view(-1, 1, size)
+    scale, zero = (x.unsqueeze(1) for x in group_scales(groups, None, form.bits, form.symmetric, False))
+    steps = groups.div_(scale)
+    off = steps.round().clamp_(-zero, (1 << form.bits) - 1 - zero).sub_(steps).square_()
+    return float((squares @ off).mul_(scale.square()).sum())
 
 
 class ScaledSource:

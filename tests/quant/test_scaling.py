@@ -147,6 +147,16 @@ def test_layers_have_scales_for_their_own_formats(source: Uneven) -> None:
     assert not np.array_equal(one.tensor(name), other.tensor(name))
 
 
+def test_a_budget_is_spent_on_the_scaled_model(source: Uneven) -> None:
+    recipe = replace(RECIPE, average_bits=5.0)
+    model = quantize(source, recipe, Calibration(tokens(), "digest", "test"), threads=1)  # type: ignore[arg-type]
+    assert model.recipe.scaling
+    assert len(model.recipe.all_formats) > 1
+    ids = tokens(7, 4)
+    found = logits_function(DequantizedModel(model))(ids)
+    assert kl_divergence(logits_function(source)(ids), found).mean() < 0.1
+
+
 def test_a_layer_is_read_after_the_one_before(source: Uneven) -> None:
     read: list[str] = []
 
