@@ -162,7 +162,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         column.justify = "right"
     for row in rows:
         bits = f"{row['bits_per_weight']:.2f}" if "bits_per_weight" in row else ""
-        seconds = f"{row['seconds']:.1f}" if "seconds" in row else ""
+        seconds = f"{row['seconds']:.1f}" if row.get("seconds") else ""
         peak = f"{row['peak_bytes'] / 1e6:.0f}" if "peak_bytes" in row else ""
         cells = []
         for figures in row["texts"].values():

@@ -100,7 +100,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
-        figures = [f"{row[key]:.0f}" if key in row else "" for key in ("seconds", "cpu_seconds")]
+        figures = [f"{row[key]:.0f}" if row.get(key) else "" for key in ("seconds", "cpu_seconds")]
         table.add_row(row["name"], *figures, *(f"{row['errors'][name] * 1000:.2f}" for name in names))
     Console(width=130).print(table)
 

@@ -83,6 +83,8 @@ def quantize(
         raise CalibrationError(f"{what} needs a calibration text; none was given")
     spec = source.spec
     check_recipe(recipe, spec)
+    if recipe.needs_text and calibration is not None:
+        _check_tokens(spec, calibration.token_ids)
     if recipe.correction and recipe.method == "gptq" and calibration is not None:
         _say_if_short(spec, recipe, calibration.token_ids.size)
     report = progress or (lambda stage, done, total: None)
@@ -189,6 +191,13 @@ def check_recipe(recipe: Recipe, spec: ModelSpec) -> None:
                 f"layer_formats: {' and '.join(formats)} differ; expected the same for all: they are one "
                 f"tensor of a checkpoint, {linear.name}"
             )
+
+
+def _check_tokens(spec: ModelSpec, token_ids: NDArray[np.int32]) -> None:
+    if token_ids.size and not (token_ids.min() >= 0 and token_ids.max() < spec.vocab_size):
+        raise CalibrationError(
+            f"calibration token {token_ids.max()} is not in the model's vocabulary of {spec.vocab_size}"
+        )
 
 
 def _say_if_short(spec: ModelSpec, recipe: Recipe, tokens: int) -> None:
@@ -308,10 +317,6 @@ def _embedded(
 ) -> "Tensor":
     """The calibration text through an embedding, [samples, seq_len, hidden]; `rows` gives those of some
     tokens, so that only the ones that occur are dequantized."""
-    if token_ids.size and not (token_ids.min() >= 0 and token_ids.max() < spec.vocab_size):
-        raise CalibrationError(
-            f"calibration token {token_ids.max()} is not in the model's vocabulary of {spec.vocab_size}"
-        )
     used, index = np.unique(token_ids, return_inverse=True)
     return embed(spec, to_torch(rows(used)), index.reshape(token_ids.shape))
 

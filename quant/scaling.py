@@ -119,24 +119,31 @@ def _pass(
 ) -> dict[str, _Inputs]:
     """Moves `hidden` through a layer; what its linear layers' inputs were, by name. An expert that no token
     reaches is left out."""
-    import torch
-
     linears, kind = spec.linears(layer), fast_dtype()
     if spec.mixture_of(layer) is None:
         weights = {**weights, **{linear.name: weights[linear.name].to(kind) for linear in linears}}
     found: dict[str, _Inputs] = {}
     for stage in layer_stages(spec, layer, weights, hidden, calibrate=False):
         names = [linear.name for linear in stage.linears]
-        if recipe.method == "rtn":
-            importance = stage.inputs.square().mean(0)
-        else:
-            try:
-                _, lower = factored(hessian(stage.inputs), recipe.damp)
-            except QuantizationError as error:
-                raise QuantizationError(f"{' and '.join(names)}: {error}") from None
-            importance = 1 / torch.cholesky_inverse(lower).diagonal()
+        try:
+            importance = _importance(stage.inputs, recipe)
+        except QuantizationError as error:
+            raise QuantizationError(f"{' and '.join(names)}: {error}") from None
         found |= dict.fromkeys(names, _Inputs(len(stage.inputs), importance))
     return found
+
+
+def _importance(inputs: "Tensor", recipe: Recipe) -> "Tensor":
+    """What each channel of inputs [tokens, in] counts for, [in]."""
+    import torch
+
+    if recipe.method == "gptq":
+        _, lower = factored(hessian(inputs), recipe.damp)
+        return 1 / torch.cholesky_inverse(lower).diagonal()
+    importance = inputs.square().mean(0)
+    if not importance.isfinite().all():
+        raise QuantizationError("its input on the calibration text is not finite")
+    return importance
 
 
 def _search(

@@ -196,8 +196,12 @@ def test_what_is_refused(source: Uneven) -> None:
             tensor = super().tensor(name)
             return tensor * np.float32(1e38) if name == "model.layers.1.mlp.up_proj.weight" else tensor
 
-    with pytest.raises(QuantizationError, match=r"layers\.1\.mlp\.down_proj\.weight: its input on the cal"):
-        scaled(Broken(source), RECIPE, tokens())  # type: ignore[arg-type]
+    for recipe in (RECIPE, ROUNDING):
+        with pytest.raises(QuantizationError, match=r"mlp\.down_proj\.weight: its input on the cal"):
+            scaled(Broken(source), recipe, tokens())  # type: ignore[arg-type]
+        beyond = Calibration(np.full((4, 64), 512, np.int32), "", "")
+        with pytest.raises(CalibrationError, match="token 512 is not in the model's vocabulary of 512"):
+            quantize(source, recipe, beyond)  # type: ignore[arg-type]
 
 
 def test_another_method_has_no_scales_unless_asked_for() -> None:
