@@ -6,16 +6,16 @@
         --llamacpp-python .venv-llamacpp/bin/python
     python benchmarks/quantize.py --add --row fast                 # that row anew, the others kept
 
-A row is a recipe's name with settings that replace its own, or a peer's name, and `rotated` before it for the
-same model with its residual stream rotated (`rotated.py`). Each row is a process of its own. The time is that
-of `quantize` with opening the model and reading the calibration text, without importing torch and writing;
-the memory is the process's peak by the end of it. Quality is computed afterwards in torch float32 over the
-dequantized weights, 8-bit embedding and head included: perplexity, KL divergence to the float model and
-agreement of the most likely token, on 40 windows of 512 tokens of the odd entries of `pydoc_data.topics`
-(calibration takes the even ones) and on other texts. With `--gptqmodel-python`, GPTQModel quantizes the same
-weights on the same windows with 4 bits, symmetric, group 64; with `--llamacpp-python`, llama.cpp makes Q4_0
-and Q4_K_M of them, with its own types of embedding and head. Writes JSON after each row, and prints a table
-and which rows failed.
+A row is a recipe's name with settings that replace its own, or a peer's name, and `rotated` or `turned`
+before it for the same model with its residual stream rotated at random or by a little (`rotated.py`). Each
+row is a process of its own. The time is that of `quantize` with opening the model and reading the calibration
+text, without importing torch and writing; the memory is the process's peak by the end of it. Quality is
+computed afterwards in torch float32 over the dequantized weights, 8-bit embedding and head included:
+perplexity, KL divergence to the float model and agreement of the most likely token, on 40 windows of 512
+tokens of the odd entries of `pydoc_data.topics` (calibration takes the even ones) and on other texts. With
+`--gptqmodel-python`, GPTQModel quantizes the same weights on the same windows with 4 bits, symmetric, group
+64; with `--llamacpp-python`, llama.cpp makes Q4_0 and Q4_K_M of them, with its own types of embedding and
+head. Writes JSON after each row, and prints a table and which rows failed.
 """
 
 import argparse
@@ -36,13 +36,13 @@ import numpy as np
 from peers import default_gguf
 from quantize_peers import LLAMACPP_KINDS, ChildError, measure_gptqmodel, measure_llamacpp, run
 from quantize_quality import compare, encoder, ends_of, windows_of
-from rotated import RotatedSource
+from rotated import A_LITTLE, RotatedSource
 
 from nybble.models import ModelSource, open_source
 from nybble.quant.recipe import Recipe
 from nybble.quant.recipe_files import load_recipe
 
-PLAIN = '{"correction": 0, "weigh_tokens": false, "sweeps": 0'
+PLAIN = '{"scaling": false, "correction": 0, "weigh_tokens": false, "sweeps": 0'
 ROWS = (
     "fast",
     "balanced",
@@ -59,7 +59,15 @@ ROWS = (
     f"rotated balanced {PLAIN}}}",
     "rotated balanced",
     "rotated best",
+    # A copy without a grid whose channels differ as the model's do, with and without scales.
+    "turned fast",
+    'turned fast {"scaling": false}',
+    "turned balanced",
+    'turned balanced {"scaling": false}',
+    'rotated balanced {"scaling": false}',
     # Each step of `balanced` left out, and more of the correction.
+    'fast {"scaling": false}',
+    'balanced {"scaling": false}',
     'balanced {"correction": 0}',
     'balanced {"correction": 1}',
     'balanced {"weigh_tokens": false}',
@@ -79,12 +87,14 @@ RESULTS = Path(__file__).parent / "results" / "quantize.json"
 
 
 def row_recipe(row: str) -> Recipe:
-    name, _, settings = row.removeprefix("rotated ").partition(" ")
+    name, _, settings = row.removeprefix("rotated ").removeprefix("turned ").partition(" ")
     return Recipe.from_json(load_recipe(name).to_json() | json.loads(settings or "{}"))
 
 
 def row_source(model: str, row: str) -> ModelSource:
     source = open_source(model)
+    if row.startswith("turned "):
+        return RotatedSource(source, turn=A_LITTLE)
     return RotatedSource(source) if row.startswith("rotated ") else source
 
 
@@ -112,7 +122,7 @@ def measure(model: str, row: str, threads: int, reference: Path) -> dict[str, An
     start, busy = time.monotonic(), time.process_time()
     source = row_source(model, row)
     calibration = None
-    if recipe.method == "gptq":
+    if recipe.needs_text:
         calibration = load_calibration(None, encode=encoder(source), recipe=recipe)
     result = quantize(source, recipe, calibration, threads=threads)
     seconds, busy, peak = time.monotonic() - start, time.process_time() - busy, peak_bytes()
@@ -152,7 +162,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         column.justify = "right"
     for row in rows:
         bits = f"{row['bits_per_weight']:.2f}" if "bits_per_weight" in row else ""
-        seconds = f"{row['seconds']:.1f}" if "seconds" in row else ""
+        seconds = f"{row['seconds']:.1f}" if row.get("seconds") else ""
         peak = f"{row['peak_bytes'] / 1e6:.0f}" if "peak_bytes" in row else ""
         cells = []
         for figures in row["texts"].values():

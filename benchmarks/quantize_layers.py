@@ -24,10 +24,11 @@ import quantize_quality
 from quantize import row_recipe, row_source
 from quantize_quality import encoder, windows_of
 
-PLAIN = '"correction": 0, "weigh_tokens": false, "sweeps": 0'
+PLAIN = '"scaling": false, "correction": 0, "weigh_tokens": false, "sweeps": 0'
 ROWS = (
     f"rotated balanced {{{PLAIN}}}",
     "rotated balanced",
+    'rotated balanced {"scaling": false}',
     'rotated balanced {"correction": 0}',
     'rotated balanced {"correction": 0.25}',
     'rotated balanced {"correction": 0.75}',
@@ -38,6 +39,10 @@ ROWS = (
     'rotated balanced {"clip_search": false}',
     'rotated balanced {"act_order": "none"}',
     'rotated balanced {"damp": 0.03}',
+    # Channels that differ as the model's do, and no grid.
+    f"turned balanced {{{PLAIN}}}",
+    "turned balanced",
+    'turned balanced {"scaling": false}',
 )
 WINDOWS = 24
 RESULTS = Path(__file__).parent / "results" / "quantize_layers.json"
@@ -50,12 +55,16 @@ def measure(model: str, row: str, layers: int, threads: int) -> dict[str, Any]:
     from nybble.quant.forward import embed, forward_layer, to_torch
     from nybble.quant.layer import quantize_layer
     from nybble.quant.packing import quantize_head
+    from nybble.quant.scaling import scaled
 
     torch.set_num_threads(threads)
     recipe, source = row_recipe(row), row_source(model, row)
+    text = load_calibration(None, encode=encoder(source), recipe=recipe)
+    if recipe.scaling:
+        with torch.no_grad():
+            source = scaled(source, recipe, text.token_ids, layers)
     spec, exact = source.spec, to_torch(source.tensor(source.spec.embedding_name))
     rounded = to_torch(quantize_head(exact.numpy()))
-    text = load_calibration(None, encode=encoder(source), recipe=recipe)
     formats = {x.name: recipe.format_of(x.name) for layer in range(layers) for x in spec.linears(layer)}
     quantize_quality.WINDOWS = dict.fromkeys(quantize_quality.WINDOWS, WINDOWS)
     windows = windows_of(source)
@@ -91,7 +100,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
-        figures = [f"{row[key]:.0f}" if key in row else "" for key in ("seconds", "cpu_seconds")]
+        figures = [f"{row[key]:.0f}" if row.get(key) else "" for key in ("seconds", "cpu_seconds")]
         table.add_row(row["name"], *figures, *(f"{row['errors'][name] * 1000:.2f}" for name in names))
     Console(width=130).print(table)
 

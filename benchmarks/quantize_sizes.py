@@ -74,7 +74,7 @@ def measure(name: str, layers: int, recipe_name: str, threads: int) -> dict[str,
     text = np.random.default_rng(0).integers(0, source.spec.vocab_size, (recipe.samples, recipe.seq_len))
     calibration = Calibration(text.astype(np.int32), "", "")
     start, busy = time.monotonic(), time.process_time()
-    quantize(source, recipe, calibration if recipe.method == "gptq" else None, threads=threads)
+    quantize(source, recipe, calibration if recipe.needs_text else None, threads=threads)
     return {
         "seconds": time.monotonic() - start,
         "cpu_seconds": time.process_time() - busy,

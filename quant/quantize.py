@@ -29,6 +29,7 @@ from .packing import quantize_head, round_to_f16
 from .packing_nf4 import AnyQuantized
 from .recipe import LinearFormat, Recipe
 from .rtn import quantize_rtn
+from .scaling import ScaledSource, scaled
 from .target import TOKENS_PER_INPUT, trusted_share
 from .threads import in_parallel
 from .tune import Teacher, tune
@@ -57,10 +58,11 @@ def quantize(
 ) -> QuantizedModel:
     """Quantizes every linear layer of the decoder; embedding, head, norms, biases and gates become float16.
 
-    With GPTQ each layer sees the calibration text as the already quantized layers before it pass it on,
-    starting from the 8-bit embedding that the runtime will use. Other methods need no calibration. Tensors
-    are read from the source when their turn comes: at most the float32 weights of one layer are held, beside
-    the results and, for GPTQ, the hidden states of the calibration text and one layer's work on them.
+    With `scaling` the scales are chosen first, in a pass of the float model over the beginning of the
+    calibration text. With GPTQ each layer sees that text as the already quantized layers before it pass it
+    on, starting from the 8-bit embedding that the runtime will use. Other methods need none. Tensors are read
+    from the source when their turn comes: at most the float32 weights of one layer are held, beside the
+    results and, for GPTQ, the hidden states of the calibration text and one layer's work on them.
 
     Finished layers are kept in `checkpoint`, where one is given and the run takes so long that it pays; the
     run goes on after the last that an earlier one kept there, with the same result. Raises `SettingError`
@@ -76,10 +78,13 @@ def quantize(
         raise MissingDependencyError("quantizing needs torch: pip install 'nybble[quantize]'") from None
     if threads is not None and threads < 1:
         raise SettingError(f"threads is {threads}; expected at least 1")
-    if recipe.method == "gptq" and calibration is None:
-        raise CalibrationError("method gptq needs a calibration text; none was given")
+    if recipe.needs_text and calibration is None:
+        what = "method gptq" if recipe.method == "gptq" else "scaling"
+        raise CalibrationError(f"{what} needs a calibration text; none was given")
     spec = source.spec
     check_recipe(recipe, spec)
+    if recipe.needs_text and calibration is not None:
+        _check_tokens(spec, calibration.token_ids)
     if recipe.correction and recipe.method == "gptq" and calibration is not None:
         _say_if_short(spec, recipe, calibration.token_ids.size)
     report = progress or (lambda stage, done, total: None)
@@ -93,6 +98,8 @@ def quantize(
     with _threads(threads), torch.no_grad():
         hidden = reference = None
         first, kept = 0, checkpoint.load(run_key(source, recipe, calibration))
+        if recipe.scaling and calibration is not None:
+            source = scaled(source, recipe, calibration.token_ids)
         formats = _formats(source, recipe, calibration, kept)
         if kept is not None:
             first = kept.layers
@@ -154,9 +161,7 @@ def quantize(
         tensors={name: tensors[name] for name in spec.tensors()},
         layer_errors=errors,
         starved_experts=starved,
-        calibration_digest=calibration.digest
-        if recipe.method == "gptq" and calibration is not None
-        else None,
+        calibration_digest=calibration.digest if recipe.needs_text and calibration is not None else None,
     )
 
 
@@ -186,6 +191,13 @@ def check_recipe(recipe: Recipe, spec: ModelSpec) -> None:
                 f"layer_formats: {' and '.join(formats)} differ; expected the same for all: they are one "
                 f"tensor of a checkpoint, {linear.name}"
             )
+
+
+def _check_tokens(spec: ModelSpec, token_ids: NDArray[np.int32]) -> None:
+    if token_ids.size and not (token_ids.min() >= 0 and token_ids.max() < spec.vocab_size):
+        raise CalibrationError(
+            f"calibration token {token_ids.max()} is not in the model's vocabulary of {spec.vocab_size}"
+        )
 
 
 def _say_if_short(spec: ModelSpec, recipe: Recipe, tokens: int) -> None:
@@ -305,10 +317,6 @@ def _embedded(
 ) -> "Tensor":
     """The calibration text through an embedding, [samples, seq_len, hidden]; `rows` gives those of some
     tokens, so that only the ones that occur are dequantized."""
-    if token_ids.size and not (token_ids.min() >= 0 and token_ids.max() < spec.vocab_size):
-        raise CalibrationError(
-            f"calibration token {token_ids.max()} is not in the model's vocabulary of {spec.vocab_size}"
-        )
     used, index = np.unique(token_ids, return_inverse=True)
     return embed(spec, to_torch(rows(used)), index.reshape(token_ids.shape))
 
@@ -323,7 +331,9 @@ def _rtn_layer(
 
     def rounded(name: str) -> tuple[AnyQuantized, float]:
         weight = weights[name]
-        quantized = _rounded(weight, recipe.with_format(recipe.format_of(name)), name)
+        known = source.importance_of(name) if isinstance(source, ScaledSource) else None
+        importance = None if known is None else to_torch(known)
+        quantized = _rounded(weight, recipe.with_format(recipe.format_of(name)), name, importance)
         energy = float(weight.square().sum())
         error = float((to_torch(quantized) - weight).square().sum())
         return quantized, error / energy if energy > 0 else 0.0
@@ -332,8 +342,10 @@ def _rtn_layer(
         tensors[name], errors[name] = quantized, error
 
 
-def _rounded(weight: "Tensor", recipe: Recipe, name: str) -> AnyQuantized:
+def _rounded(weight: "Tensor", recipe: Recipe, name: str, importance: "Tensor | None") -> AnyQuantized:
     """A weight by itself, as a method without calibration has it."""
     if recipe.method == "nf4":
         return quantize_nf4(weight, recipe.group_size, name)
-    return quantize_int8(weight, name) if recipe.method == "int8" else quantize_rtn(weight, recipe, name)
+    if recipe.method == "int8":
+        return quantize_int8(weight, name)
+    return quantize_rtn(weight, recipe, name, importance)

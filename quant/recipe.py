@@ -58,12 +58,13 @@ class Recipe:
     "dynamic" is the GPTQ format's `desc_act`. `damp` is a share of the Hessian's mean diagonal. The methods
     nf4 and int8 are bitsandbytes'; `changed` gives them settings that they take.
 
-    `correction` is the share of the error of the layers before that a layer is asked to make good
-    (`quant/target.py`), `weigh_tokens` weighs tokens by the size of the residual stream
-    (`quant/statistics.py`), `sweeps` is how often rounding is refined (`quant/refine.py`). With
-    `average_bits`, stored bits per weight of all linear layers together, each gets a format of its own
-    (`quant/budget.py`), whatever `bits` and `group_size`. `layer_formats` are those that differ, by the
-    weight's name; in JSON an object from names to bits, group size and whether it is symmetric.
+    `scaling` folds scales for input channels into the model first (`quant/scaling.py`). `correction` is the
+    share of the error of the layers before that a layer is asked to make good (`quant/target.py`),
+    `weigh_tokens` weighs tokens by the size of the residual stream (`quant/statistics.py`), `sweeps` is how
+    often rounding is refined (`quant/refine.py`). With `average_bits`, stored bits per weight of all linear
+    layers together, each gets a format of its own (`quant/budget.py`), whatever `bits` and `group_size`.
+    `layer_formats` are those that differ, by the weight's name; in JSON an object from names to bits, group
+    size and whether it is symmetric.
     `tune_epochs` is how often the calibration text is read to tune scales and norms on the whole model's
     predictions (`quant/tune.py`), with `tune_rate` the first step's relative size.
     """
@@ -75,6 +76,7 @@ class Recipe:
     act_order: ActOrder = "static"
     clip_search: bool = True
     damp: float = 0.01
+    scaling: bool = False
     correction: float = 0.0
     weigh_tokens: bool = False
     sweeps: int = 0
@@ -102,6 +104,7 @@ class Recipe:
         check("group_size", self.group_size in GROUP_SIZES, "32, 64, 128 or -1")
         check("act_order", self.act_order in ("static", "dynamic", "none"), "static, dynamic or none")
         check("damp", 0 < self.damp < 1, "a share between 0 and 1")
+        check("scaling", not self.scaling or not self.is_bnb, f"False for method {self.method}")
         check("correction", 0 <= self.correction <= 1, "a share from 0 to 1")
         check("sweeps", 0 <= self.sweeps <= 100, "0 to 100")
         for name, form in self.layer_formats:
@@ -126,8 +129,11 @@ class Recipe:
 
     def changed(self, **settings: Any) -> "Recipe":
         """The recipe with other settings. Bits that are neither 3, 4 nor 8 are `average_bits`; a bitsandbytes
-        method starts from what it takes, whatever the recipe. Raises `SettingError`."""
+        method starts from what it takes, whatever the recipe; any other than the recipe's has no `scaling`
+        unless it is given. Raises `SettingError`."""
         bits = settings.get("bits")
+        if settings.get("method", self.method) != self.method:
+            settings = {"scaling": False} | settings
         if settings.keys() & {"bits", "group_size"}:
             settings = {"average_bits": 0.0, "layer_formats": ()} | settings
         if isinstance(bits, int | float) and bits not in BITS:
@@ -150,6 +156,11 @@ class Recipe:
     @property
     def desc_act(self) -> bool:
         return self.method == "gptq" and self.act_order == "dynamic"
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether a calibration text is looked at."""
+        return self.method == "gptq" or self.scaling
 
     @property
     def format(self) -> LinearFormat:

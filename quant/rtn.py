@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def quantize_rtn(weight: "Tensor", recipe: Recipe, name: str) -> QuantizedTensor:
+def quantize_rtn(
+    weight: "Tensor", recipe: Recipe, name: str, importance: "Tensor | None" = None
+) -> QuantizedTensor:
     """A weight [out, in] float32 rounded to the recipe's grid; with `clip_search` the range of each group is
-    the one of least squared error. Raises `QuantizationError` naming the tensor."""
+    the one of least squared error, weighted by `importance` [in] (None is equal weights). Raises
+    `QuantizationError` naming the tensor."""
     import torch
 
     check_finite(weight, name)
@@ -25,7 +28,7 @@ def quantize_rtn(weight: "Tensor", recipe: Recipe, name: str) -> QuantizedTensor
     transposed = weight.T.contiguous()
     try:
         scale, zero = all_scales(
-            transposed, None, group_size, recipe.bits, recipe.symmetric, recipe.clip_search
+            transposed, importance, group_size, recipe.bits, recipe.symmetric, recipe.clip_search
         )
     except QuantizationError as error:
         raise QuantizationError(f"{name}: {error}") from None

@@ -75,7 +75,7 @@ def quantize(
         raise SettingError(f"unknown recipe settings: {', '.join(unknown)}")
     chosen = (recipe if isinstance(recipe, Recipe) else load_recipe(str(recipe))).changed(**settings)
     given = [calibration] if isinstance(calibration, str | Path) else calibration
-    if given and chosen.method != "gptq":
+    if given and not chosen.needs_text:
         raise SettingError(f"calibration is {str(given[0])!r}, but method {chosen.method} needs none")
     texts = parse_shares(given or [DEFAULT_TEXT])
     out = Path(out)
@@ -90,7 +90,7 @@ def quantize(
                 genai_config(source, GENAI_GRAPH)  # what it refuses, it refuses before the work
             check_recipe(chosen, source.spec)
             text = None
-            if chosen.method == "gptq":
+            if chosen.needs_text:
                 tokenizer = Tokenizer(source.tokenizer_files, TEMPLATES_SEE)
                 text = load_mixture(
                     texts,

@@ -19,13 +19,18 @@ from nybble.quant import budget, checkpoint
 SCRIPT = Path(__file__).parents[1] / "support" / "killed.py"
 GPTQ: dict[str, Any] = {"samples": 4, "seq_len": 32, "group_size": 32, "act_order": "dynamic"}
 RTN: dict[str, Any] = {"method": "rtn", "group_size": 32}
+SCALED: dict[str, Any] = {"recipe": "fast", "seq_len": 32}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-@pytest.mark.parametrize("settings", [GPTQ, pytest.param(RTN, marks=pytest.mark.slow)], ids=["gptq", "rtn"])
+@pytest.mark.parametrize(
+    "settings",
+    [GPTQ, pytest.param(RTN, marks=pytest.mark.slow), pytest.param(SCALED, marks=pytest.mark.slow)],
+    ids=["gptq", "rtn", "fast"],
+)
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     settings: dict[str, Any], make_tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

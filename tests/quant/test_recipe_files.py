@@ -13,6 +13,8 @@ def test_the_recipes_that_come_with_nybble() -> None:
     assert recipe_names() == ["balanced", "best", "fast"]
     assert load_recipe() == load_recipe(DEFAULT) == load_recipe("balanced")
     assert load_recipe("fast").method == "rtn"
+    assert load_recipe("fast").needs_text
+    assert not Recipe(method="rtn").needs_text
     assert load_recipe("best").tune_epochs > 0
 
 

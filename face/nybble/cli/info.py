@@ -99,6 +99,7 @@ def recipe_rows(artifact: "Artifact") -> list[tuple[str, str]]:
             for form, count in Counter(dict(r.layer_formats).values()).items()
         ),
         ("Clipping search", "on" if r.clip_search else "off"),
+        ("Scaled inputs", "yes" if r.scaling else "no"),
     ]
     if r.method == "gptq":
         rows += [
@@ -108,6 +109,9 @@ def recipe_rows(artifact: "Artifact") -> list[tuple[str, str]]:
             ("Tokens", "weighed by the residual stream" if r.weigh_tokens else "weigh the same"),
             ("Refined", f"{r.sweeps} times"),
             ("Tuned", f"{r.tune_epochs} epochs, rate {r.tune_rate:g}" if r.tune_epochs else "no"),
+        ]
+    if r.needs_text:
+        rows += [
             ("Calibration", f"{r.samples} windows of {r.seq_len} tokens, seed {r.seed}"),
             ("Text", f"SHA-256 {(manifest.calibration_digest or '')[:16]}"),
         ]

@@ -28,7 +28,7 @@ SETTINGS = (
     click.option(
         "--method",
         type=click.Choice(METHODS),
-        help="rtn, nf4 and int8 need no calibration; the latter two are bitsandbytes'.",
+        help="Only gptq and scaling need calibration; nf4 and int8 are bitsandbytes'.",
     ),
     click.option(
         "--bits", type=float, help="3, 4, 8, or a budget in between such as 4.6, spent layer by layer."
@@ -46,6 +46,7 @@ SETTINGS = (
     ),
     click.option("--clip-search/--no-clip-search", default=None, help="Search each group's range."),
     click.option("--damp", type=float, help="Share of the Hessian's mean diagonal that is added."),
+    click.option("--scaling/--no-scaling", default=None, help="A finer grid for inputs that count for more."),
     click.option("--correction", type=float, help="Share of earlier layers' error to make good, 0 to 1."),
     click.option("--weigh-tokens/--no-weigh-tokens", default=None, help="By the residual stream's size."),
     click.option("--sweeps", type=int, help="Passes that refine the rounding."),
