@@ -123,7 +123,7 @@ def _pass(
     if spec.mixture_of(layer) is None:
         weights = {**weights, **{linear.name: weights[linear.name].to(kind) for linear in linears}}
     found: dict[str, _Inputs] = {}
-    for stage in layer_stages(spec, layer, weights, hidden, calibrate=False):
+    for stage in layer_stages(spec, layer, weights, hidden, batch=1, calibrate=False):
         names = [linear.name for linear in stage.linears]
         try:
             importance = _importance(stage.inputs, recipe)
