@@ -41,12 +41,18 @@ def shapes(generator: random.Random, count: int) -> list[StepShape]:
     return made
 
 
-# The same examples each time: of others about one in two hundred is not learned, nearly all of them where a
-# prompt's token costs a 500th of a step, so that what is left of a mixed step is mostly the decodes' error.
-@settings(max_examples=40, derandomize=True)
-@given(costs=COSTS, seed=st.integers(0, 10_000), noise=st.floats(0, 0.2))
-def test_the_time_of_a_step_is_learned(costs: tuple[float, ...], seed: int, noise: float) -> None:
-    generator, seconds = random.Random(seed), machine(costs)
+def random_costs(generator: random.Random) -> tuple[float, ...]:
+    """Of a machine as in `COSTS` on which a prompt's token costs a fifth to a 200th of a step: where it is
+    less, what is left of a mixed step is mostly the decodes' error, and not all are learned."""
+    fixed = 1e-3 * 50 ** generator.random()
+    token = fixed / (5 * 40 ** generator.random())
+    return fixed, generator.uniform(0, 5e-3), generator.uniform(0, 1e-6), token, generator.uniform(0, 1e-6)
+
+
+def is_learned(seed: int, most_noise: float) -> bool:
+    generator = random.Random(seed)
+    costs, noise = random_costs(generator), generator.uniform(0, most_noise)
+    seconds = machine(costs)
     model = StepTimeModel()
     for shape in shapes(generator, 300):
         model.observe(shape, seconds(shape) * generator.uniform(1 - noise, 1 + noise))
@@ -55,11 +61,22 @@ def test_the_time_of_a_step_is_learned(costs: tuple[float, ...], seed: int, nois
     within = 0.05 + 1.5 * noise
     for decodes, past in ((2, 500), (8, 1000), (16, 3000)):
         alone = seconds(StepShape(decodes, decodes * past))
-        assert model.decode_seconds(decodes, decodes * past) == pytest.approx(alone, rel=within)
+        if model.decode_seconds(decodes, decodes * past) != pytest.approx(alone, rel=within):
+            return False
     for count, past in ((50, 300), (200, 2000)):
         added = seconds(StepShape(0, 0, count, token_pairs(count, past)))
-        # What is left of a mixed step carries the decodes' noise too.
-        assert model.prefill_seconds(count, past) == pytest.approx(added, rel=within, abs=noise * 0.2 + 1e-9)
+        # What is left of a mixed step carries the decodes' error and noise too.
+        of_decodes = 0.02 * seconds(StepShape(8, 8 * 1000)) + noise * 0.2
+        if model.prefill_seconds(count, past) != pytest.approx(added, rel=within, abs=of_decodes):
+            return False
+    return True
+
+
+# Of 2,000 machines 14 were not learned. Seeds and not Hypothesis, whose examples also depend on what else was
+# imported: the same machines each time.
+@pytest.mark.parametrize("most_noise", [0.0, 0.2])
+def test_the_time_of_a_step_is_learned(most_noise: float) -> None:
+    assert [seed for seed in range(100) if not is_learned(seed, most_noise)][3:] == []
 
 
 @settings(max_examples=40)
