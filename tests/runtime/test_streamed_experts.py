@@ -10,25 +10,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decoders import MIXTURE, Pages, Weights, load, quantized, some_ids
+from decoders import MIXTURE, load, quantized
 from forked import in_child
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from streamed_models import LAYERS, LENGTH, SEQUENCES, Description, StreamedModel
 
 from nybble import _kernels
 from nybble.devices.residency import ResidencyPlan
 from nybble.errors import ExecutorError, SettingError
 from nybble.runtime.batch import Batch
 from nybble.runtime.cpu_executor import CpuExecutor, _config
-from nybble.runtime.packed_cache import build_packed, open_packed
-from nybble.runtime.packed_file import MappedWeights
 from nybble.runtime.packed_weights import FreshlyPacked
 from nybble.runtime.streaming import ExpertReads, buffer_bytes, largest_expert
 
-DIGEST = "ab" * 32
-LAYERS, SEQUENCES, LENGTH = 4, 3, 160
-MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int, bool, bool]]] = {
+MODELS: dict[str, Description] = {
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}, (4, 32, True, False)),
     "qwen3_moe, permuted": (
         "qwen3_moe",
@@ -43,66 +39,16 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int, bool, bool]]] = {
 }
 
 
-class Model:
-    """A file of packed weights, and what they give when all are resident."""
-
-    def __init__(self, weights: Weights, folder: Path) -> None:
-        self.spec, self.file = weights.spec, folder / "packed.bin"
-        build_packed(self.file, FreshlyPacked(weights), DIGEST)
-        self.pages = Pages(self.spec, SEQUENCES, LENGTH)
-        self.resident = self.executor(None)
-        self.ids = some_ids(self.spec.vocab_size, LENGTH)
-
-    @property
-    def experts(self) -> int:
-        """Of all layers, shared ones left out."""
-        assert self.spec.mixture is not None
-        return len(self.spec.mixture.layers) * self.spec.mixture.num_experts
-
-    def open(self, residency: ResidencyPlan | None, file: Path | None = None) -> MappedWeights:
-        return open_packed(file or self.file, self.spec, DIGEST, residency)
-
-    def executor(
-        self,
-        residency: ResidencyPlan | None,
-        threads: int = 2,
-        read_timeout: float = 30.0,
-        file: Path | None = None,
-    ) -> CpuExecutor:
-        executor = CpuExecutor.from_packed(
-            self.open(residency, file), threads=threads, residency=residency, read_timeout=read_timeout
-        )
-        executor.allocate_kv(self.pages.num_blocks, self.pages.page_size, "f16")
-        return executor
-
-    def batch(self, chunks: list[tuple[int, int]], past: list[int]) -> Batch:
-        return self.pages.batch([(s, past[s], self.ids[past[s] : past[s] + n]) for s, n in chunks])
-
-    def steps(
-        self, executor: CpuExecutor, counts: tuple[int, ...] = (40, 1, 1, 1, 1, 1)
-    ) -> NDArray[np.float32]:
-        """Logits of steps of so many tokens of one sequence."""
-        past, found = 0, []
-        for count in counts:
-            found.append(executor.step(self.batch([(0, count)], [past])).copy())
-            past += count
-        return np.concatenate(found)
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def model(
     request: pytest.FixtureRequest, make_tiny_model: Callable[..., Path], tmp_path_factory: Any
-) -> Model:
-    family, overrides, packing = MODELS[request.param]
-    path = make_tiny_model(family, **{"num_hidden_layers": LAYERS, **overrides})
-    return Model(quantized(load(path), *packing), tmp_path_factory.mktemp("experts"))
+) -> StreamedModel:
+    return StreamedModel.made(MODELS[request.param], make_tiny_model, tmp_path_factory.mktemp("experts"))
 
 
 @pytest.fixture(scope="module")
-def mixtral(make_tiny_model: Callable[..., Path], tmp_path_factory: Any) -> Model:
-    family, overrides, packing = MODELS["mixtral"]
-    path = make_tiny_model(family, **{"num_hidden_layers": LAYERS, **overrides})
-    return Model(quantized(load(path), *packing), tmp_path_factory.mktemp("experts"))
+def mixtral(make_tiny_model: Callable[..., Path], tmp_path_factory: Any) -> StreamedModel:
+    return StreamedModel.made(MODELS["mixtral"], make_tiny_model, tmp_path_factory.mktemp("experts"))
 
 
 PLANS = st.builds(
@@ -122,7 +68,7 @@ STEPS = st.lists(
 @given(residency=PLANS, threads=st.integers(1, 4), steps=STEPS)
 @settings(max_examples=40)
 def test_any_number_of_slots_gives_the_bits_of_resident_weights(
-    model: Model, residency: ResidencyPlan, threads: int, steps: list[list[int]]
+    model: StreamedModel, residency: ResidencyPlan, threads: int, steps: list[list[int]]
 ) -> None:
     executor = model.executor(residency, threads)
     past = [0] * SEQUENCES
@@ -138,7 +84,7 @@ def test_any_number_of_slots_gives_the_bits_of_resident_weights(
     executor.close()
 
 
-def test_an_expert_is_read_when_it_is_chosen_and_once_while_it_stays(model: Model) -> None:
+def test_an_expert_is_read_when_it_is_chosen_and_once_while_it_stays(model: StreamedModel) -> None:
     source = model.open(ResidencyPlan(LAYERS))
     (mixture,) = (m for m in [model.spec.mixture] if m is not None)
     executor = model.executor(ResidencyPlan(LAYERS, expert_slots=model.experts))
@@ -162,7 +108,7 @@ def test_an_expert_is_read_when_it_is_chosen_and_once_while_it_stays(model: Mode
     assert executor.expert_reads.bytes == third.bytes
 
 
-def test_of_few_slots_those_experts_keep_theirs_that_are_chosen_most(model: Model) -> None:
+def test_of_few_slots_those_experts_keep_theirs_that_are_chosen_most(model: StreamedModel) -> None:
     """One token is decoded again and again, and others now and then."""
     mixture = model.spec.mixture
     assert mixture is not None
@@ -179,11 +125,11 @@ def test_of_few_slots_those_experts_keep_theirs_that_are_chosen_most(model: Mode
         assert executor.expert_reads.read == between.read, other
 
 
-def _token(model: Model, number: int) -> Batch:
+def _token(model: StreamedModel, number: int) -> Batch:
     return model.pages.batch([(1, 0, [model.ids[number]])])
 
 
-def test_the_experts_of_two_slots_are_read_again_in_every_step(mixtral: Model) -> None:
+def test_the_experts_of_two_slots_are_read_again_in_every_step(mixtral: StreamedModel) -> None:
     executor = mixtral.executor(ResidencyPlan(LAYERS, expert_slots=2))
     assert np.array_equal(mixtral.steps(executor), mixtral.steps(mixtral.resident))
     reads = executor.expert_reads
@@ -194,7 +140,7 @@ def test_the_experts_of_two_slots_are_read_again_in_every_step(mixtral: Model) -
 class Faults:
     """A copy of a model's file that is cut off and made whole again."""
 
-    model: Model
+    model: StreamedModel
     copy: Path
     content: bytes = field(init=False)
 
@@ -211,7 +157,7 @@ class Faults:
 
 @pytest.mark.parametrize("slots", [2, 8])
 def test_an_expert_that_cannot_be_read_fails_the_step_and_is_none_that_is_there(
-    mixtral: Model, tmp_path: Path, slots: int
+    mixtral: StreamedModel, tmp_path: Path, slots: int
 ) -> None:
     faults = Faults(mixtral, tmp_path / "packed.bin")
     plan = ResidencyPlan.spread(LAYERS, LAYERS, streamed_head=True, buffers=2, expert_slots=slots)
@@ -233,7 +179,7 @@ def test_an_expert_that_cannot_be_read_fails_the_step_and_is_none_that_is_there(
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])
-def test_a_forked_child_and_its_parent_both_go_on(mixtral: Model, steps_before: int) -> None:
+def test_a_forked_child_and_its_parent_both_go_on(mixtral: StreamedModel, steps_before: int) -> None:
     expected = mixtral.steps(mixtral.resident)
     executor = mixtral.executor(ResidencyPlan(LAYERS, (1,), expert_slots=8))
     for _ in range(steps_before):
@@ -248,7 +194,7 @@ def test_a_forked_child_and_its_parent_both_go_on(mixtral: Model, steps_before: 
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_it_closes_and_leaves_no_descriptor(mixtral: Model, count: int) -> None:
+def test_it_closes_and_leaves_no_descriptor(mixtral: StreamedModel, count: int) -> None:
     gc.collect()  # what earlier tests left
     descriptors = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
@@ -284,7 +230,7 @@ def test_streamed_experts_are_never_resident_in_the_mapping(
         shared_expert_intermediate_size=512,
         num_hidden_layers=LAYERS,
     )
-    model = Model(quantized(load(path), 4, 64, True, True), tmp_path)
+    model = StreamedModel(quantized(load(path), 4, 64, True, True), tmp_path)
     model.resident.close()
     with model.file.open("rb") as opened:
         os.fsync(opened.fileno())
@@ -307,7 +253,7 @@ def test_streamed_experts_are_never_resident_in_the_mapping(
     assert in_child(check) == 0
 
 
-def test_experts_lie_last_in_a_section_each_in_one_piece(model: Model) -> None:
+def test_experts_lie_last_in_a_section_each_in_one_piece(model: StreamedModel) -> None:
     source = model.open(None)
     for layer in range(LAYERS):
         section, names = source.file.layer(layer), model.spec.expert_names(layer)
@@ -322,7 +268,7 @@ def test_experts_lie_last_in_a_section_each_in_one_piece(model: Model) -> None:
 
 
 @pytest.mark.parametrize("part", range(6))
-def test_a_changed_bit_is_found_wherever_it_is(mixtral: Model, tmp_path: Path, part: int) -> None:
+def test_a_changed_bit_is_found_wherever_it_is(mixtral: StreamedModel, tmp_path: Path, part: int) -> None:
     found = mixtral.open(None).file.layer(1)
     content = bytearray(mixtral.file.read_bytes())
     content[found.offset + 100 + (found.size - 200) * part // 5] ^= 1
@@ -332,7 +278,9 @@ def test_a_changed_bit_is_found_wherever_it_is(mixtral: Model, tmp_path: Path, p
         mixtral.open(ResidencyPlan(LAYERS, expert_slots=4), copy)
 
 
-def test_slots_that_there_cannot_be_are_refused(mixtral: Model, make_tiny_model: Callable[..., Path]) -> None:
+def test_slots_that_there_cannot_be_are_refused(
+    mixtral: StreamedModel, make_tiny_model: Callable[..., Path]
+) -> None:
     for slots in (1, -1):
         with pytest.raises(SettingError, match=r"expert_slots is .*; expected at least 2, or 0"):
             ResidencyPlan(LAYERS, expert_slots=slots)
@@ -347,7 +295,7 @@ def test_slots_that_there_cannot_be_are_refused(mixtral: Model, make_tiny_model:
         CpuExecutor.from_packed(source, threads=1, residency=plan)
 
 
-def test_a_stream_that_does_not_match_its_weights_is_refused(mixtral: Model) -> None:
+def test_a_stream_that_does_not_match_its_weights_is_refused(mixtral: StreamedModel) -> None:
     """The kernels check nothing again."""
     plan = ResidencyPlan(LAYERS, (1,), expert_slots=4)
     source = mixtral.open(plan)

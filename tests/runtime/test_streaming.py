@@ -9,25 +9,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decoders import MIXED, Pages, Weights, load, quantized, some_ids
+from decoders import MIXED, load, quantized
 from forked import in_child
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from streamed_models import DIGEST, LAYERS, LENGTH, SEQUENCES, Description, StreamedModel
 
 from nybble import _kernels
 from nybble.devices.residency import ResidencyPlan
 from nybble.errors import ExecutorError, SettingError
-from nybble.runtime.batch import Batch
 from nybble.runtime.cpu_executor import CpuExecutor
-from nybble.runtime.packed_cache import build_packed, open_packed
-from nybble.runtime.packed_file import MappedWeights, UnusableFile
+from nybble.runtime.packed_cache import open_packed
+from nybble.runtime.packed_file import UnusableFile
 from nybble.runtime.packed_weights import FreshlyPacked
 from nybble.runtime.streaming import buffer_bytes, streamed_bytes
 
-DIGEST = "cd" * 32
-LAYERS, SEQUENCES, LENGTH = 4, 3, 160
-MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int, bool, bool]]] = {
+MODELS: dict[str, Description] = {
     "tied": ("llama", {"tie_word_embeddings": True}, (4, 64, True, False)),
     "biases, windows, zero points": (
         "qwen2",
@@ -53,55 +51,17 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int, bool, bool]]] = {
 }
 
 
-class Model:
-    """A file of packed weights, and what they give when all are resident."""
-
-    def __init__(self, weights: Weights, folder: Path) -> None:
-        self.spec, self.file = weights.spec, folder / "packed.bin"
-        build_packed(self.file, FreshlyPacked(weights), DIGEST)
-        self.pages = Pages(self.spec, SEQUENCES, LENGTH)
-        self.resident = self.executor(None)
-        self.ids = some_ids(self.spec.vocab_size, LENGTH)
-
-    def open(self, residency: ResidencyPlan | None) -> MappedWeights:
-        return open_packed(self.file, self.spec, DIGEST, residency)
-
-    def executor(
-        self, residency: ResidencyPlan | None, threads: int = 2, read_timeout: float = 30.0
-    ) -> CpuExecutor:
-        executor = CpuExecutor.from_packed(
-            self.open(residency), threads=threads, residency=residency, read_timeout=read_timeout
-        )
-        executor.allocate_kv(self.pages.num_blocks, self.pages.page_size, "f16")
-        return executor
-
-    def batch(self, chunks: list[tuple[int, int]], past: list[int], rows: bool = True) -> Batch:
-        """A step of so many new tokens of these sequences."""
-        batch = self.pages.batch([(s, past[s], self.ids[past[s] : past[s] + n]) for s, n in chunks])
-        return batch if rows else replace(batch, logit_rows=np.empty(0, np.int32))
-
-    def steps(self, executor: CpuExecutor, counts: tuple[int, ...] = (40, 1, 1, 1)) -> NDArray[np.float32]:
-        """Logits of steps of so many tokens of one sequence."""
-        past, found = 0, []
-        for count in counts:
-            found.append(executor.step(self.batch([(0, count)], [past])).copy())
-            past += count
-        return np.concatenate(found)
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def model(
     request: pytest.FixtureRequest, make_tiny_model: Callable[..., Path], tmp_path_factory: Any
-) -> Model:
-    family, overrides, packing = MODELS[request.param]
-    path = make_tiny_model(family, **{"num_hidden_layers": LAYERS, **overrides})
-    return Model(quantized(load(path), *packing), tmp_path_factory.mktemp("streamed"))
+) -> StreamedModel:
+    return StreamedModel.made(MODELS[request.param], make_tiny_model, tmp_path_factory.mktemp("streamed"))
 
 
 @pytest.fixture(scope="module")
-def tied(make_tiny_model: Callable[..., Path], tmp_path_factory: Any) -> Model:
+def tied(make_tiny_model: Callable[..., Path], tmp_path_factory: Any) -> StreamedModel:
     path = make_tiny_model("llama", num_hidden_layers=LAYERS, tie_word_embeddings=True)
-    return Model(quantized(load(path), 4, 64, True, False), tmp_path_factory.mktemp("streamed"))
+    return StreamedModel(quantized(load(path), 4, 64, True, False), tmp_path_factory.mktemp("streamed"))
 
 
 EVERYTHING = ResidencyPlan.spread(LAYERS, LAYERS, streamed_head=True, buffers=2)
@@ -126,7 +86,7 @@ STEPS = st.lists(
 @given(residency=PLANS, threads=st.integers(1, 4), steps=STEPS)
 @settings(max_examples=40)
 def test_any_residency_gives_the_bits_of_resident_weights(
-    model: Model, residency: ResidencyPlan, threads: int, steps: list[tuple[list[int], bool]]
+    model: StreamedModel, residency: ResidencyPlan, threads: int, steps: list[tuple[list[int], bool]]
 ) -> None:
     executor = model.executor(residency, threads)
     past = [0] * SEQUENCES
@@ -142,7 +102,7 @@ def test_any_residency_gives_the_bits_of_resident_weights(
     executor.close()
 
 
-def test_a_step_of_no_tokens_leaves_the_stream_as_it_is(tied: Model) -> None:
+def test_a_step_of_no_tokens_leaves_the_stream_as_it_is(tied: StreamedModel) -> None:
     expected = tied.steps(tied.resident)
     executor = tied.executor(EVERYTHING)
     nothing = tied.batch([(0, 0)], [0])
@@ -152,7 +112,7 @@ def test_a_step_of_no_tokens_leaves_the_stream_as_it_is(tied: Model) -> None:
     assert np.array_equal(tied.steps(executor), expected)
 
 
-def test_a_batch_that_is_refused_leaves_the_stream_as_it_is(tied: Model) -> None:
+def test_a_batch_that_is_refused_leaves_the_stream_as_it_is(tied: StreamedModel) -> None:
     executor = tied.executor(EVERYTHING)
     batch = tied.batch([(0, 5)], [0])
     for _ in range(2):
@@ -161,7 +121,7 @@ def test_a_batch_that_is_refused_leaves_the_stream_as_it_is(tied: Model) -> None
         assert np.array_equal(executor.step(batch), tied.resident.step(batch))
 
 
-def test_two_executors_of_a_file_run_at_once(tied: Model) -> None:
+def test_two_executors_of_a_file_run_at_once(tied: StreamedModel) -> None:
     expected = tied.steps(tied.resident, (40, *[1] * 20))
     found: dict[int, NDArray[np.float32]] = {}
 
@@ -179,7 +139,7 @@ def test_two_executors_of_a_file_run_at_once(tied: Model) -> None:
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])
-def test_a_forked_child_and_its_parent_both_go_on(tied: Model, steps_before: int) -> None:
+def test_a_forked_child_and_its_parent_both_go_on(tied: StreamedModel, steps_before: int) -> None:
     expected = tied.steps(tied.resident)
     executor = tied.executor(EVERYTHING)
     for _ in range(steps_before):
@@ -194,7 +154,7 @@ def test_a_forked_child_and_its_parent_both_go_on(tied: Model, steps_before: int
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="reads Linux's /proc")
-def test_nothing_is_read_before_the_first_step_and_no_thread_is_left(tied: Model) -> None:
+def test_nothing_is_read_before_the_first_step_and_no_thread_is_left(tied: StreamedModel) -> None:
     def so_far() -> tuple[int, int]:
         """Threads, and bytes read from disks."""
         (line,) = (x for x in Path("/proc/self/io").read_text().splitlines() if x.startswith("read_bytes"))
@@ -211,7 +171,7 @@ def test_nothing_is_read_before_the_first_step_and_no_thread_is_left(tied: Model
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
-def test_it_closes_while_it_reads_ahead(tied: Model, count: int) -> None:
+def test_it_closes_while_it_reads_ahead(tied: StreamedModel, count: int) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         executor = tied.executor(EVERYTHING)
@@ -221,7 +181,9 @@ def test_it_closes_while_it_reads_ahead(tied: Model, count: int) -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_a_truncated_file_fails_the_step_and_a_whole_one_runs_again(tied: Model, tmp_path: Path) -> None:
+def test_a_truncated_file_fails_the_step_and_a_whole_one_runs_again(
+    tied: StreamedModel, tmp_path: Path
+) -> None:
     """Nothing of the file is mapped into use where all of it is streamed."""
     content = tied.file.read_bytes()
     copy = tmp_path / "packed.bin"
@@ -264,7 +226,7 @@ def test_streamed_sections_are_never_resident(make_tiny_model: Callable[..., Pat
     path = make_tiny_model(
         "qwen2", hidden_size=512, intermediate_size=1024, vocab_size=4096, num_hidden_layers=LAYERS
     )
-    model = Model(quantized(load(path), 4, 64, True, True), tmp_path)
+    model = StreamedModel(quantized(load(path), 4, 64, True, True), tmp_path)
     tail = 64 << 10  # pages may be larger than those that sections are filled up to
     model.resident.close()
     forgotten(model.file)
@@ -284,7 +246,9 @@ def test_streamed_sections_are_never_resident(make_tiny_model: Callable[..., Pat
 
 
 @pytest.mark.parametrize("section", range(1 + LAYERS))
-def test_a_changed_bit_in_a_streamed_section_is_found(tied: Model, tmp_path: Path, section: int) -> None:
+def test_a_changed_bit_in_a_streamed_section_is_found(
+    tied: StreamedModel, tmp_path: Path, section: int
+) -> None:
     found = tied.open(None).file.sections[section]
     content = bytearray(tied.file.read_bytes())
     content[found.offset + found.size // 2] ^= 1
@@ -294,7 +258,7 @@ def test_a_changed_bit_in_a_streamed_section_is_found(tied: Model, tmp_path: Pat
         open_packed(copy, tied.spec, DIGEST, EVERYTHING)
 
 
-def test_the_buffers_and_what_a_step_reads_are_known_before(tied: Model) -> None:
+def test_the_buffers_and_what_a_step_reads_are_known_before(tied: StreamedModel) -> None:
     source = tied.open(EVERYTHING)
     sizes = [section.size for section in source.file.sections[1:]]
     head = source.linear(tied.spec.embedding_name)
@@ -317,7 +281,9 @@ def test_buffers_hold_a_tile_of_the_head_wherever_it_lies(layers: list[int], til
     assert found >= tile_bytes + 4095
 
 
-def test_what_cannot_be_streamed_is_refused(tied: Model, make_tiny_model: Callable[..., Path]) -> None:
+def test_what_cannot_be_streamed_is_refused(
+    tied: StreamedModel, make_tiny_model: Callable[..., Path]
+) -> None:
     source = tied.open(None)
     with pytest.raises(SettingError, match="residency is for 3 layers; the model has 4"):
         CpuExecutor.from_packed(source, threads=1, residency=ResidencyPlan(3))
@@ -330,7 +296,7 @@ def test_what_cannot_be_streamed_is_refused(tied: Model, make_tiny_model: Callab
     CpuExecutor.from_packed(FreshlyPacked(weights), threads=1, residency=ResidencyPlan(LAYERS)).close()
 
 
-def test_a_stream_that_does_not_match_its_weights_is_refused(tied: Model) -> None:
+def test_a_stream_that_does_not_match_its_weights_is_refused(tied: StreamedModel) -> None:
     """The kernels check nothing again."""
     from nybble.runtime.cpu_executor import _config
 
