@@ -19,6 +19,7 @@ from seeded_models import MODELS, TOKENIZER_TOKENS
 import nybble.loading
 from nybble import LLM, SamplingParams
 from nybble.devices import (
+    MachineLimits,
     MemoryPlan,
     Rates,
     RunSettings,
@@ -36,6 +37,7 @@ from nybble.runtime.statistics import StepStatistics
 
 DEVICE = "laptop-cpu"
 ANSWER = 64  # tokens
+ROUNDS = 3
 Case = dict[str, Any]
 
 
@@ -101,44 +103,58 @@ def memory(case: Case, opened: Any) -> dict[str, int]:
 
 
 def speed(case: Case, opened: Any) -> dict[str, Any]:
-    """For one sequence and for all, at each length: seconds of a step of their answers, the median, and of
-    computing the prompts, as measured, and as predicted from what the machine was measured to do then."""
+    """For one sequence and for all, at each length: seconds of a step of their answers, and of computing the
+    prompts, as measured, and as predicted from what the machine was measured to do right before and after. The
+    medians of several rounds of all of them."""
     run, plan = planned(case, opened)
-    before = measure_limits(case["threads"])
     steps: list[StepStatistics] = []
-    rows: list[dict[str, Any]] = []
-    # Prompts are computed in whole steps, before the first answer is at its end.
-    with open_llm(case, speculation="off", target_token_ms=1e5, on_step=steps.append) as llm:
-        for count in sorted({1, case["sequences"]}):
-            for length in case["lengths"]:
-                steps.clear()
-                params = SamplingParams(max_tokens=ANSWER, ignore_eos=True, temperature=0.0)
-                llm.generate(prompts(llm, count, length), params)
-                answers = [
-                    step.seconds
-                    for step in steps
-                    if step.shape.decodes == count and not step.shape.prefill_tokens
-                ]
-                prefill = sum(step.seconds for step in steps if step.shape.prefill_tokens)
-                rows.append(
-                    {
-                        "sequences": count,
-                        "length": length,
-                        "decode": {"measured": statistics.median(answers)},
-                        "prefill": {"measured": prefill},
-                    }
-                )
-    after = measure_limits(case["threads"])
-    limits = replace(
+    found: dict[tuple[int, int], list[Case]] = {}
+    # Prompts are computed in whole steps, before the first answer is at its end, and in each round.
+    settings = {"speculation": "off", "target_token_ms": 1e5, "share_prefixes": False}
+    with open_llm(case, on_step=steps.append, **settings) as llm:
+        for _ in range(ROUNDS):
+            for count in sorted({1, case["sequences"]}):
+                for length in case["lengths"]:
+                    before = measure_limits(case["threads"])
+                    steps.clear()
+                    params = SamplingParams(max_tokens=ANSWER, ignore_eos=True, temperature=0.0)
+                    llm.generate(prompts(llm, count, length), params)
+                    limits = between(before, measure_limits(case["threads"]))
+                    roofline = Roofline(run, plan, Rates.measured(limits))
+                    row = seconds_of(steps, count, length, roofline) | {"limits": vars(limits)}
+                    found.setdefault((count, length), []).append(row)
+    rows = [
+        {"sequences": count, "length": length, "decode": medians(each, "decode"), "rounds": each}
+        | {"prefill": medians(each, "prefill")}
+        for (count, length), each in found.items()
+    ]
+    return {"rows": rows}
+
+
+def seconds_of(steps: list[StepStatistics], count: int, length: int, roofline: Roofline) -> Case:
+    """Of one run of `count` sequences."""
+    answers = [
+        step.seconds for step in steps if step.shape.decodes == count and not step.shape.prefill_tokens
+    ]
+    prefill = sum(step.seconds for step in steps if step.shape.prefill_tokens)
+    decode = {
+        "measured": statistics.median(answers),
+        "predicted": roofline.decode(length + ANSWER // 2, count),
+    }
+    return {"decode": decode, "prefill": {"measured": prefill, "predicted": count * roofline.prompt(length)}}
+
+
+def medians(rounds: list[Case], what: str) -> dict[str, float]:
+    names = ("measured", "predicted")
+    return {name: statistics.median(each[what][name] for each in rounds) for name in names}
+
+
+def between(before: MachineLimits, after: MachineLimits) -> MachineLimits:
+    return replace(
         before,
-        read_bandwidth=max(before.read_bandwidth, after.read_bandwidth),
-        integer_rate=max(before.integer_rate, after.integer_rate),
+        read_bandwidth=(before.read_bandwidth + after.read_bandwidth) / 2,
+        integer_rate=(before.integer_rate + after.integer_rate) / 2,
     )
-    roofline = Roofline(run, plan, Rates.measured(limits))
-    for row in rows:
-        row["decode"]["predicted"] = roofline.decode(row["length"] + ANSWER // 2, row["sequences"])
-        row["prefill"]["predicted"] = row["sequences"] * roofline.prompt(row["length"])
-    return {"limits": vars(limits), "rows": rows}
 
 
 if __name__ == "__main__":

@@ -13,38 +13,54 @@ from .packed_sizes import packed_bytes
 from .profile import DeviceProfile, KvDtype
 from .streaming import total_experts
 
-# What a step takes besides, in seconds: the engine and the sampler; the phases of a layer, between which
-# threads wait for each other.
-STEP, LAYER = 0.5e-3, 15e-6
+# What a step takes besides, in seconds: the engine, and the sampler for each sequence; the phases of a layer,
+# between which threads wait for each other.
+STEP, SEQUENCE, LAYER = 0.45e-3, 0.05e-3, 15e-6
+# Of what is read while it is computed with: 1 where the times add up, infinite where the longer one is all.
+OVERLAP = 1.5
+_KV_BYTES: Mapping[KvDtype, int] = {"f32": 4, "f16": 2, "int8": 1}
 
 
 @dataclass(frozen=True)
 class Efficiency:
     """The shares of the limits that the kernels were measured to reach, by bits of a weight: of the bandwidth
-    in reading weights for one token; of the integer rate in linear layers. And of attention, whose sums are
-    in float32: what it reaches of the integer rate for one new token, by the cache's type, and for many.
-    `element` is in seconds: of an element of a token's rows, which norms, activations and roundings pass
-    over."""
+    in reading weights for one token; of the integer rate in linear layers. And of attention, by the cache's
+    type: what it reaches of the integer rate for one new token, and for many. `element` is in seconds: of an
+    element of a token's rows, which norms, activations and roundings pass over."""
 
     reading: Mapping[int, float]
     arithmetic: Mapping[int, float]
     attention: Mapping[KvDtype, float]
-    chunk_attention: float
+    chunk_attention: Mapping[KvDtype, float]
     element: float
 
 
-# Kernels with a dot-product instruction (AVX-512 VNNI, AVX-VNNI, NEON). After the first, with SmolLM2 on two
-# cores: 77 % of the bandwidth in a whole decode step, two thirds of the integer rate in a prompt's products.
+# Kernels with a dot-product instruction (AVX-512 VNNI, AVX-VNNI, NEON), after the first on two cores of an EPYC
+# (Zen 4): `benchmarks/plan.py`.
 DOT = Efficiency(
-    {4: 0.85, 8: 0.85}, {4: 0.65, 8: 0.65}, {"f32": 0.05, "f16": 0.05, "int8": 0.06}, 0.13, 0.5e-9
+    {4: 0.81, 8: 0.77},
+    {4: 0.64, 8: 0.6},
+    {"f32": 0.059, "f16": 0.059, "int8": 0.08},
+    {"f32": 0.18, "f16": 0.18, "int8": 0.33},
+    0.5e-9,
 )
-# Without one, where 8-bit weights are widened to 16 bits first. Measured with AVX2 on two cores of an EPYC:
-# `benchmarks/plan.py`.
+# Without one, where 8-bit weights are widened to 16 bits first: between what AVX2 reaches on two EPYCs, a Zen 4
+# and an older one, which are 20 to 30 % above and below.
 WIDENING = Efficiency(
-    {4: 0.69, 8: 0.6}, {4: 0.48, 8: 0.25}, {"f32": 0.095, "f16": 0.095, "int8": 0.115}, 0.4, 0.5e-9
+    {4: 0.87, 8: 0.76},
+    {4: 0.71, 8: 0.44},
+    {"f32": 0.113, "f16": 0.113, "int8": 0.2},
+    {"f32": 0.4, "f16": 0.4, "int8": 0.4},
+    0.5e-9,
 )
 # ONNX Runtime on a GPU. Our assumption: nothing was measured.
-GPU = Efficiency({4: 0.7, 8: 0.7}, {4: 0.4, 8: 0.4}, {"f32": 0.1, "f16": 0.1, "int8": 0.1}, 0.2, 0.0)
+GPU = Efficiency(
+    {4: 0.7, 8: 0.7},
+    {4: 0.4, 8: 0.4},
+    {"f32": 0.1, "f16": 0.1, "int8": 0.1},
+    {"f32": 0.2, "f16": 0.2, "int8": 0.2},
+    0.0,
+)
 
 
 @dataclass(frozen=True)
@@ -119,28 +135,38 @@ class Roofline:
         self._layers = Product(int(bytes_of * (elements - experts)), elements - experts, bits)
         self._experts = Product(int(bytes_of * experts), experts, bits)
         self._head = Product(sizes.embedding, spec.vocab_size * spec.hidden_size, HEAD_BITS)
+        scales = 8 * spec.num_kv_heads if plan.kv_dtype == "int8" else 0
+        self._token_bytes = spec.num_layers * (2 * spec.kv_size * _KV_BYTES[plan.kv_dtype] + scales)
 
     def decode(self, length: int, sequences: int) -> float:
         """A step of one new token for each of `sequences`, which have `length` tokens in the cache."""
-        share = self._rates.efficiency.attention[self._plan.kv_dtype]
-        return self._step(sequences, sequences, sequences * length, share)
+        rates, cached = self._rates, sequences * length
+        reading = cached * self._token_bytes / rates.bandwidth
+        computing = self._attention(cached, rates.efficiency.attention)
+        return self._step(sequences, sequences, _together(reading, computing))
 
     def prompt(self, length: int) -> float:
         """A prompt of `length` tokens, in steps of the token budget, to its last token's logits."""
-        share = self._rates.efficiency.chunk_attention
         seconds, budget = 0.0, self._plan.token_budget
         for past in range(0, length, budget):
             count = min(budget, length - past)
-            seconds += self._step(count, 1, count * past + count * (count + 1) // 2, share)
+            pairs = count * past + count * (count + 1) // 2
+            attention = self._attention(pairs, self._rates.efficiency.chunk_attention)
+            seconds += self._step(count, 1, attention)
         return seconds
 
-    def _step(self, tokens: int, rows: int, pairs: int, share: float) -> float:
-        """`tokens` new ones, `rows` of logits. `pairs` of a new token and one that it attends to are computed
-        at `share` of the integer rate."""
+    def _attention(self, pairs: int, shares: Mapping[KvDtype, float]) -> float:
+        """Of computing so many pairs of a new token and one that it attends to."""
+        share = shares[self._plan.kv_dtype]
+        operations = 4 * pairs * self._spec.q_size * self._spec.num_layers
+        return operations / (share * self._rates.integer_rate)
+
+    def _step(self, tokens: int, rows: int, attention: float) -> float:
+        """`tokens` new ones, `rows` of logits, and so many seconds of attention."""
         spec, rates = self._spec, self._rates
-        seconds = STEP + spec.num_layers * (LAYER + tokens * _elements(spec) * rates.efficiency.element)
-        seconds += self._layers.seconds(tokens, rates) + self._head.seconds(rows, rates)
-        seconds += 4 * pairs * spec.q_size * spec.num_layers / (share * rates.integer_rate)
+        seconds = STEP + rows * SEQUENCE
+        seconds += spec.num_layers * (LAYER + tokens * _elements(spec) * rates.efficiency.element)
+        seconds += self._layers.seconds(tokens, rates) + self._head.seconds(rows, rates) + attention
         disk = rates.disk_bandwidth or math.inf
         experts = 0.0
         if (mixture := spec.mixture) is not None:
@@ -164,11 +190,18 @@ class Product:
     bits: int  # of most of its weights
 
     def seconds(self, tokens: int, rates: Rates, read: float = 1.0, computed: float = 1.0) -> float:
-        """Of reading them once, or of the operations, whichever is more; of them, the shares that are `read`
-        at all and `computed` for a token."""
+        """Of reading them once while computing; of them, the shares that are `read` at all and `computed` for
+        a token."""
         reading = read * self.bytes / (rates.efficiency.reading[self.bits] * rates.bandwidth)
         operations = 2 * tokens * computed * self.elements
-        return max(reading, operations / (rates.efficiency.arithmetic[self.bits] * rates.integer_rate))
+        computing = operations / (rates.efficiency.arithmetic[self.bits] * rates.integer_rate)
+        return _together(reading, computing)
+
+
+def _together(reading: float, computing: float) -> float:
+    """Seconds of both, which go on at the same time, but not perfectly: two that take as long take 1.6 times
+    that."""
+    return float((reading**OVERLAP + computing**OVERLAP) ** (1 / OVERLAP))
 
 
 def _elements(spec: ModelSpec) -> float:

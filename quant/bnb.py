@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import QuantizationError, UnsupportedModelError
-from .packing import QuantizedTensor, pack_rows
+from .packing import LARGEST_F16, QuantizedTensor, pack_rows
 from .packing_bnb import INT8_LEVELS
 from .packing_nf4 import NF4_CODE_BOOK, Nf4Tensor
 from .rtn import check_finite
@@ -13,8 +13,6 @@ from .scales import SMALLEST_SCALE
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-LARGEST_F16 = 65504.0
 
 
 def quantize_nf4(weight: "Tensor", blocksize: int, name: str) -> Nf4Tensor:

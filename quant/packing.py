@@ -12,6 +12,7 @@ from ..errors import ModelFormatError, QuantizationError
 
 HEAD_BITS = 8
 HEAD_GROUP_SIZE = 32
+LARGEST_F16 = 65504.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,14 +111,14 @@ def unpack_rows(packed: NDArray[np.uint8], bits: int, columns: int) -> NDArray[n
 
 def round_to_f16(weight: NDArray[np.float32] | NDArray[np.float16], name: str) -> NDArray[np.float16]:
     """`weight` in float16. Raises `QuantizationError` naming the tensor where a value is not finite or
-    leaves float16's range (65504)."""
+    leaves float16's range (`LARGEST_F16`)."""
     with np.errstate(over="ignore"):
         half = weight.astype(np.float16, copy=False)
     for rows in row_blocks(half.shape[0], half[:1].size):
         if not np.isfinite(half[rows]).all():
             found = np.abs(weight[rows]).max()
             raise QuantizationError(
-                f"{name}: holds {found}; expected finite values of at most 65504 (float16)"
+                f"{name}: holds {found}; expected finite values of at most {LARGEST_F16:.0f} (float16)"
             )
     return half
 

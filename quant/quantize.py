@@ -29,7 +29,7 @@ from .packing import quantize_head, round_to_f16
 from .packing_nf4 import AnyQuantized
 from .recipe import LinearFormat, Recipe
 from .rtn import quantize_rtn
-from .scaling import ScaledSource, scaled
+from .scaling import scaled
 from .target import TOKENS_PER_INPUT, trusted_share
 from .threads import in_parallel
 from .tune import Teacher, tune
@@ -42,6 +42,8 @@ log = logging.getLogger("nybble")
 # Called with the stage's name, and how many of how many steps are done.
 Progress = Callable[[str, int, int], None]
 Quantized = dict[str, AnyQuantized | NDArray[np.float16]]
+# What each channel of the named linear layer's input counts for, [in]; None where that is not known.
+Importance = Callable[[str], NDArray[np.float32] | None]
 
 STAGE, TUNE_STAGE = "quantize", "tune"
 STREAMS = ("hidden", "reference")  # of the calibration text, as a checkpoint keeps them
@@ -98,8 +100,10 @@ def quantize(
     with _threads(threads), torch.no_grad():
         hidden = reference = None
         first, kept = 0, checkpoint.load(run_key(source, recipe, calibration))
+        importance: Importance = _unknown
         if recipe.scaling and calibration is not None:
-            source = scaled(source, recipe, calibration.token_ids)
+            source = folded = scaled(source, recipe, calibration.token_ids)
+            importance = folded.importance_of
         formats = _formats(source, recipe, calibration, kept)
         if kept is not None:
             first = kept.layers
@@ -117,7 +121,7 @@ def quantize(
                 reference = _embedded(spec, ids, lambda used: source.tensor(name)[used])
         for layer in range(first, spec.num_layers):
             if hidden is None:
-                _rtn_layer(source, layer, recipe, tensors, errors)
+                _rtn_layer(source, layer, recipe, importance, tensors, errors)
             else:
                 found = quantize_layer(source, layer, recipe, hidden, reference, formats)
                 tensors |= found.tensors
@@ -321,8 +325,17 @@ def _embedded(
     return embed(spec, to_torch(rows(used)), index.reshape(token_ids.shape))
 
 
+def _unknown(name: str) -> None:
+    """Of a linear layer's input nothing is known: its channels count alike."""
+
+
 def _rtn_layer(
-    source: ModelSource, layer: int, recipe: Recipe, tensors: Quantized, errors: dict[str, float]
+    source: ModelSource,
+    layer: int,
+    recipe: Recipe,
+    importance_of: Importance,
+    tensors: Quantized,
+    errors: dict[str, float],
 ) -> None:
     linears = [linear.name for linear in source.spec.linears(layer)]
     for name in source.spec.layer_tensors(layer).keys() - set(linears):
@@ -331,8 +344,7 @@ def _rtn_layer(
 
     def rounded(name: str) -> tuple[AnyQuantized, float]:
         weight = weights[name]
-        known = source.importance_of(name) if isinstance(source, ScaledSource) else None
-        importance = None if known is None else to_torch(known)
+        importance = None if (known := importance_of(name)) is None else to_torch(known)
         quantized = _rounded(weight, recipe.with_format(recipe.format_of(name)), name, importance)
         energy = float(weight.square().sum())
         error = float((to_torch(quantized) - weight).square().sum())

@@ -11,13 +11,13 @@ Nothing that is done raises the error. All rows go at once, on transposed weight
 from typing import TYPE_CHECKING
 
 from .columns import descend_codes
+from .packing import LARGEST_F16
 from .scales import SMALLEST_SCALE
 from .threads import one_thread
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LARGEST_SCALE = 65504.0  # float16's
 BLOCK = 64  # codes whose gradient is kept up to date from one to the next
 LARGEST_FITTED = 128  # groups above this keep their scales: a row's codes do as well
 
@@ -130,7 +130,7 @@ def fit_scale(
         z = (zero + offset).clamp_(1, top) if offset else zero
         curve = quadratic[0] - 2 * z * quadratic[1] + z.square() * quadratic[2]
         slope = linear[0] - z * linear[1]
-        s = (slope / curve).clamp_(SMALLEST_SCALE, LARGEST_SCALE).half().float()
+        s = (slope / curve).clamp_(SMALLEST_SCALE, LARGEST_F16).half().float()
         found = curve * s.square() - 2 * s * slope
         better = (curve > 0) & (slope > 0) & (found < best)
         best = torch.where(better, found, best)

@@ -54,6 +54,7 @@ def prepare(gguf: Path, folder: Path, work: Path) -> dict[str, Path]:
         options = ["--extra_options", "accuracy_level=4", "block_size=32"]
         command = [
             sys.executable,
+            "-P",  # nothing of the folder that this was started in, where a file may have a package's name
             "-m",
             "onnxruntime_genai.models.builder",
             "-i",

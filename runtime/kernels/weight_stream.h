@@ -11,10 +11,10 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
-#include "expert_slots.h"
-#include "layout.h"
+#include "expert_reads.h"
+#include "row_reads.h"
+#include "stream_settings.h"
 
 namespace nybble {
 
@@ -23,45 +23,11 @@ struct StreamError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-struct FileRange {
-    int64_t offset;  // a multiple of kDirectAlignment, as `bytes` is
-    size_t bytes;
-    std::string name;  // for messages
-};
-
-// Where an expert is read from; of no bytes where it is not streamed.
-struct ExpertRange {
-    int64_t offset = 0;
-    size_t bytes = 0;
-};
-
-struct StreamSettings {
-    std::vector<FileRange> ranges;  // in the order of use
-    size_t every_step;              // so many of them, the first, are used in every step; the others in some
-    // A matrix of which rows are read; of none where it has no rows. Its tiles are at this offset.
-    PackedLinear matrix;
-    int64_t matrix_offset;
-    int buffers;
-    size_t buffer_bytes;
-    double timeout;  // seconds without a read that ends, after which a step fails
-    // Of each layer so many experts, one after the other, and the slots that they are read into.
-    std::vector<ExpertRange> expert_ranges;
-    int experts = 0;
-    int expert_slots = 0;
-    size_t slot_bytes = 0;
-};
-
-// Since the stream began: experts that a layer of a step needed, those of them that were read, and their
-// bytes.
-struct ExpertCounts {
-    uint64_t needed = 0, read = 0, bytes = 0;
-};
-
 // One thread calls everything but the constructor. After a failure everything returns null until the step's
 // end, which throws; the next step begins anew.
 class WeightStream {
   public:
-    static constexpr int kRowsAtOnce = 64;
+    static constexpr int kRowsAtOnce = RowReads::kRowsAtOnce;
 
     // Reads from the file that `descriptor` has open, as a descriptor of its own. Throws std::system_error
     // and std::bad_alloc.
