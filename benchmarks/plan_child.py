@@ -104,8 +104,8 @@ def memory(case: Case, opened: Any) -> dict[str, int]:
 
 def speed(case: Case, opened: Any) -> dict[str, Any]:
     """For one sequence and for all, at each length: seconds of a step of their answers, and of computing the
-    prompts, as measured, and as predicted from what the machine was measured to do right before and after. The
-    medians of several rounds of all of them."""
+    prompts, as measured, and as predicted from what the machine was measured to do right before and after.
+    The medians of several rounds of all of them."""
     run, plan = planned(case, opened)
     steps: list[StepStatistics] = []
     found: dict[tuple[int, int], list[Case]] = {}

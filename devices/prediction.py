@@ -35,8 +35,8 @@ class Efficiency:
     element: float
 
 
-# Kernels with a dot-product instruction (AVX-512 VNNI, AVX-VNNI, NEON), after the first on two cores of an EPYC
-# (Zen 4): `benchmarks/plan.py`.
+# Kernels with a dot-product instruction (AVX-512 VNNI, AVX-VNNI, NEON), after the first on two cores of an
+# EPYC (Zen 4): `benchmarks/plan.py`.
 DOT = Efficiency(
     {4: 0.81, 8: 0.77},
     {4: 0.64, 8: 0.6},
@@ -44,8 +44,8 @@ DOT = Efficiency(
     {"f32": 0.18, "f16": 0.18, "int8": 0.33},
     0.5e-9,
 )
-# Without one, where 8-bit weights are widened to 16 bits first: between what AVX2 reaches on two EPYCs, a Zen 4
-# and an older one, which are 20 to 30 % above and below.
+# Without one, where 8-bit weights are widened to 16 bits first: between what AVX2 reaches on two EPYCs, a
+# Zen 4 and an older one, which are 20 to 30 % above and below.
 WIDENING = Efficiency(
     {4: 0.87, 8: 0.76},
     {4: 0.71, 8: 0.44},

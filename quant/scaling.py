@@ -17,10 +17,9 @@ stays the function that it is; and up before down, in each expert. Where no norm
 nothing is done.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from itertools import product
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,9 +38,12 @@ from .threads import in_parallel
 if TYPE_CHECKING:
     from torch import Tensor
 
+Powers = tuple[float, float]  # of what channels count for, and of their weights' size
+
 # Of the calibration text, for the search: 1 / (H⁻¹)_jj of too few is noise.
 TOKENS_PER_INPUT = 3
 POWERS = (0.0, 0.25, 0.5, 0.75, 1.0)  # that are tried, of both
+START = (0.5, 0.5)
 ROWS = 128  # of each linear layer, at equal distances, that the search looks at
 SMALLEST = 1e-8  # square of a channel, as a share of the largest
 LARGEST = 128.0  # scale, and one over the smallest: norms stay within float16's range
@@ -160,17 +162,31 @@ def _search(
     counts = torch.stack([inputs[name].importance * share for name, share in shares.items()]).sum(0)
     sizes = torch.stack([some[name].square().mean(1) * share for name, share in shares.items()]).sum(0)
     of_input, of_weights = (_logarithm(fold, x) for x in (counts, sizes))
-    best, least = np.ones(len(of_input), np.float32), float("inf")
-    for one, other in product(POWERS, POWERS):
-        scales = (of_input * one - of_weights * other).exp().clamp(1 / LARGEST, LARGEST).numpy()
-        columns = torch.from_numpy(fold.spread(scales))
-        error = sum(
+
+    def scales_of(powers: Powers) -> NDArray[np.float32]:
+        logarithms = of_input * powers[0] - of_weights * powers[1]
+        return np.asarray(logarithms.exp().clamp(1 / LARGEST, LARGEST).numpy(), np.float32)
+
+    @cache
+    def error_of(powers: Powers) -> float:
+        columns = torch.from_numpy(fold.spread(scales_of(powers)))
+        return sum(
             every[name] * share * _error(some[name], columns, inputs[name].importance, recipe.format_of(name))
             for name, share in shares.items()
         )
-        if error < least:
-            best, least = scales, error
-    return best
+
+    return scales_of(_descend(error_of))
+
+
+def _descend(error_of: Callable[[Powers], float]) -> Powers:
+    """The powers of least error: one after the other is chosen, until neither finds a better one. Where
+    scaling gains nothing, none."""
+    at, before = START, None
+    while at != before:
+        before = at
+        at = min(((one, at[1]) for one in POWERS), key=error_of)
+        at = min(((at[0], other) for other in POWERS), key=error_of)
+    return min((0.0, 0.0), at, key=error_of)
 
 
 def _logarithm(fold: Fold, squares: "Tensor") -> "Tensor":
