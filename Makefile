@@ -31,7 +31,7 @@ $(SETUP): $(INPUTS)
 
 $(ARTIFACT)/nybble.json: | $(SETUP)
 	mkdir -p $(dir $(ARTIFACT))
-	$(BIN)/nybble quantize smollm2 --output $(ARTIFACT) --group-size 64 --sym
+	$(BIN)/nybble quantize smollm2 --output $(ARTIFACT)
 
 demo: $(SETUP) $(ARTIFACT)/nybble.json
 	$(BIN)/nybble info $(ARTIFACT)
