@@ -66,8 +66,8 @@ class RunSettings:
 
     @property
     def tokens(self) -> int:
-        """The most new tokens of a step: no more than all sequences' contexts hold."""
-        return min(self.token_budget or self.profile.token_budget, self.sequences * self.length)
+        """The most new tokens of a step."""
+        return self.token_budget or self.profile.token_budget
 
     @property
     def logit_rows(self) -> int:

@@ -18,7 +18,6 @@ from .streaming import total_experts
 STEP, SEQUENCE, LAYER = 0.45e-3, 0.05e-3, 15e-6
 # Of what is read while it is computed with: 1 where the times add up, infinite where the longer one is all.
 OVERLAP = 1.5
-_KV_BYTES: Mapping[KvDtype, int] = {"f32": 4, "f16": 2, "int8": 1}
 
 
 @dataclass(frozen=True)
@@ -135,13 +134,11 @@ class Roofline:
         self._layers = Product(int(bytes_of * (elements - experts)), elements - experts, bits)
         self._experts = Product(int(bytes_of * experts), experts, bits)
         self._head = Product(sizes.embedding, spec.vocab_size * spec.hidden_size, HEAD_BITS)
-        scales = 8 * spec.num_kv_heads if plan.kv_dtype == "int8" else 0
-        self._token_bytes = spec.num_layers * (2 * spec.kv_size * _KV_BYTES[plan.kv_dtype] + scales)
 
     def decode(self, length: int, sequences: int) -> float:
         """A step of one new token for each of `sequences`, which have `length` tokens in the cache."""
         rates, cached = self._rates, sequences * length
-        reading = cached * self._token_bytes / rates.bandwidth
+        reading = cached * self._plan.kv_token / rates.bandwidth
         computing = self._attention(cached, rates.efficiency.attention)
         return self._step(sequences, sequences, _together(reading, computing))
 
