@@ -17,18 +17,19 @@ from .streaming import total_experts
 # between which threads wait for each other.
 STEP, SEQUENCE, LAYER = 0.45e-3, 0.05e-3, 15e-6
 # Of what is read while it is computed with: 1 where the times add up, infinite where the longer one is all.
-OVERLAP = 1.5
+OVERLAP = 1.25
+FEW = 16  # tokens, up to which a product is computed without panels
 
 
 @dataclass(frozen=True)
 class Efficiency:
     """The shares of the limits that the kernels were measured to reach, by bits of a weight: of the bandwidth
-    in reading weights for one token; of the integer rate in linear layers. And of attention, by the cache's
-    type: what it reaches of the integer rate for one new token, and for many. `element` is in seconds: of an
-    element of a token's rows, which norms, activations and roundings pass over."""
+    in reading weights; of the integer rate in linear layers, for one token, a few and many. And of attention,
+    by the cache's type: what it reaches of the integer rate for one new token, and for many. `element` is in
+    seconds: of an element of a token's rows, which norms, activations and roundings pass over."""
 
     reading: Mapping[int, float]
-    arithmetic: Mapping[int, float]
+    arithmetic: Mapping[int, tuple[float, float, float]]
     attention: Mapping[KvDtype, float]
     chunk_attention: Mapping[KvDtype, float]
     element: float
@@ -37,9 +38,9 @@ class Efficiency:
 # Kernels with a dot-product instruction (AVX-512 VNNI, AVX-VNNI, NEON), after the first on two cores of an
 # EPYC (Zen 4): `benchmarks/plan.py`.
 DOT = Efficiency(
-    {4: 0.81, 8: 0.77},
-    {4: 0.64, 8: 0.6},
-    {"f32": 0.059, "f16": 0.059, "int8": 0.08},
+    {4: 0.94, 8: 0.77},
+    {4: (0.41, 0.5, 0.64), 8: (0.3, 0.47, 0.6)},
+    {"f32": 0.069, "f16": 0.069, "int8": 0.11},
     {"f32": 0.18, "f16": 0.18, "int8": 0.33},
     0.5e-9,
 )
@@ -47,7 +48,7 @@ DOT = Efficiency(
 # Zen 4 and an older one, which are 20 to 30 % above and below.
 WIDENING = Efficiency(
     {4: 0.87, 8: 0.76},
-    {4: 0.71, 8: 0.44},
+    {4: (0.71, 0.71, 0.71), 8: (0.44, 0.44, 0.44)},
     {"f32": 0.113, "f16": 0.113, "int8": 0.2},
     {"f32": 0.4, "f16": 0.4, "int8": 0.4},
     0.5e-9,
@@ -55,7 +56,7 @@ WIDENING = Efficiency(
 # ONNX Runtime on a GPU. Our assumption: nothing was measured.
 GPU = Efficiency(
     {4: 0.7, 8: 0.7},
-    {4: 0.4, 8: 0.4},
+    {4: (0.4, 0.4, 0.4), 8: (0.4, 0.4, 0.4)},
     {"f32": 0.1, "f16": 0.1, "int8": 0.1},
     {"f32": 0.2, "f16": 0.2, "int8": 0.2},
     0.0,
@@ -190,13 +191,14 @@ class Product:
         """Of reading them once while computing; of them, the shares that are `read` at all and `computed` for
         a token."""
         reading = read * self.bytes / (rates.efficiency.reading[self.bits] * rates.bandwidth)
-        operations = 2 * tokens * computed * self.elements
-        computing = operations / (rates.efficiency.arithmetic[self.bits] * rates.integer_rate)
+        one, few, many = rates.efficiency.arithmetic[self.bits]
+        share = one if tokens == 1 else few if tokens <= FEW else many
+        computing = 2 * tokens * computed * self.elements / (share * rates.integer_rate)
         return _together(reading, computing)
 
 
 def _together(reading: float, computing: float) -> float:
-    """Seconds of both, which go on at the same time, but not perfectly: two that take as long take 1.6 times
+    """Seconds of both, which go on at the same time, but not perfectly: two that take as long take 1.7 times
     that."""
     return float((reading**OVERLAP + computing**OVERLAP) ** (1 / OVERLAP))
 
