@@ -75,10 +75,8 @@ def plan_on_kernels(run: RunSettings) -> MemoryPlan:
 
 
 def step_bytes(run: RunSettings) -> int:
-    """Everything a step writes besides cache and logits: of `run.tokens` tokens, or as many as all contexts
-    hold. Rows that no step comes to are never resident."""
-    spec, rows = run.spec, padded(run.logit_rows, 4)
-    tokens = padded(min(run.tokens, run.sequences * run.length), 4)
+    """Everything a step writes besides cache and logits. Rows that no step comes to are never resident."""
+    spec, tokens, rows = run.spec, padded(run.reached_tokens, 4), padded(run.logit_rows, 4)
     hidden, inner = padded(spec.hidden_size, 32), padded(spec.mlp_size, 32)
     q, kv = padded(spec.q_size, 32), padded(spec.kv_size, 32)
     widest, wide = max(hidden, inner, q, *_expert_sizes(spec)), max(hidden, q + 2 * kv, 2 * inner)

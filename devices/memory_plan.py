@@ -70,10 +70,15 @@ class RunSettings:
         return self.token_budget or self.profile.token_budget
 
     @property
+    def reached_tokens(self) -> int:
+        """As many of them as a step can come to: all sequences' contexts hold no more."""
+        return min(self.tokens, self.sequences * self.length)
+
+    @property
     def logit_rows(self) -> int:
         """The most rows of logits of a step: one a sequence, or those of a scored text."""
         scored = max(1, SCORE_LOGITS_BYTES // (4 * self.spec.vocab_size))
-        return max(self.sequences, min(scored, self.tokens))
+        return max(self.sequences, min(scored, self.reached_tokens))
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,19 @@ def test_as_many_sequences_as_fit():
         fit_sequences(RunSettings(SMOLLM2, INT4, LAPTOP, context=512, budget=300_000_000), 64)
 
 
+def test_rows_that_no_context_reaches_are_not_counted():
+    """A step has no more tokens than all sequences' contexts, whatever the budget of tokens."""
+
+    def activations(tokens, sequences=1):
+        run = RunSettings(
+            SMOLLM2, INT4, LAPTOP, context=64, sequences=sequences, executor="cpu", token_budget=tokens
+        )
+        return plan_memory(run).activations
+
+    assert activations(512) == activations(64) > activations(32)
+    assert activations(512, sequences=2) > activations(64, sequences=2)
+
+
 def test_a_budget_that_no_context_fits_says_so():
     with pytest.raises(DoesNotFitError, match="no context would fit, since one token needs"):
         check_fit(RunSettings(SMOLLM2, INT4, LAPTOP, budget=100_000_000))
