@@ -5,7 +5,7 @@
 SmolLM2 as ARTIFACT and as its GGUF file, and models of five shapes with seeded random weights, up to 1.5
 billion of them, one a mixture of experts, over contexts, sequences and cache types. A plan should be within
 5 % or 15 MB of the peak, whichever is more, and never under it by more; the predicted speed of decode steps
-within 20 % of the measured one, predicted from what this machine is measured to do in the same process.
+within 20 % of the measured one, predicted from what this machine is measured to do around them.
 """
 
 import argparse

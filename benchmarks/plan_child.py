@@ -9,7 +9,7 @@ import json
 import statistics
 import sys
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from nybble.devices import (
     MachineLimits,
     MemoryPlan,
     Rates,
+    ReadRate,
     RunSettings,
     load_profile,
     measure_limits,
@@ -37,7 +38,7 @@ from nybble.runtime.statistics import StepStatistics
 
 DEVICE = "laptop-cpu"
 ANSWER = 64  # tokens
-ROUNDS = 3
+ROUNDS = 5
 Case = dict[str, Any]
 
 
@@ -104,24 +105,31 @@ def memory(case: Case, opened: Any) -> dict[str, int]:
 
 def speed(case: Case, opened: Any) -> dict[str, Any]:
     """For one sequence and for all, at each length: seconds of a step of their answers, and of computing the
-    prompts, as measured, and as predicted from what the machine was measured to do right before and after.
-    The medians of several rounds of all of them."""
+    prompts, as measured, and as predicted from what the machine was measured to do right before and after
+    the answers' steps. The medians of several rounds of all of them."""
     run, plan = planned(case, opened)
     steps: list[StepStatistics] = []
+    before: list[MachineLimits] = []
+
+    def note(step: StepStatistics) -> None:
+        if not (before or step.shape.prefill_tokens):
+            before.append(measure_limits(case["threads"]))
+        steps.append(step)
+
     found: dict[tuple[int, int], list[Case]] = {}
     # Prompts are computed in whole steps, before the first answer is at its end, and in each round.
     settings = {"speculation": "off", "target_token_ms": 1e5, "share_prefixes": False}
-    with open_llm(case, on_step=steps.append, **settings) as llm:
+    with open_llm(case, on_step=note, **settings) as llm:
         for _ in range(ROUNDS):
             for count in sorted({1, case["sequences"]}):
                 for length in case["lengths"]:
-                    before = measure_limits(case["threads"])
                     steps.clear()
+                    before.clear()
                     params = SamplingParams(max_tokens=ANSWER, ignore_eos=True, temperature=0.0)
                     llm.generate(prompts(llm, count, length), params)
-                    limits = between(before, measure_limits(case["threads"]))
+                    limits = between(before[0], measure_limits(case["threads"]))
                     roofline = Roofline(run, plan, Rates.measured(limits))
-                    row = seconds_of(steps, count, length, roofline) | {"limits": vars(limits)}
+                    row = seconds_of(steps, count, length, roofline) | {"limits": asdict(limits)}
                     found.setdefault((count, length), []).append(row)
     rows = [
         {"sequences": count, "length": length, "decode": medians(each, "decode"), "rounds": each}
@@ -152,9 +160,14 @@ def medians(rounds: list[Case], what: str) -> dict[str, float]:
 def between(before: MachineLimits, after: MachineLimits) -> MachineLimits:
     return replace(
         before,
-        read_bandwidth=(before.read_bandwidth + after.read_bandwidth) / 2,
+        small_read=mean(before.small_read, after.small_read),
+        large_read=mean(before.large_read, after.large_read),
         integer_rate=(before.integer_rate + after.integer_rate) / 2,
     )
+
+
+def mean(before: ReadRate, after: ReadRate) -> ReadRate:
+    return replace(before, rate=(before.rate + after.rate) / 2)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What machine is this, and what fits?"""
 
 from .advice import Way, ways_to_fit
+from .bandwidth import Bandwidth, ReadRate
 from .budget import plan_within, smallest_plan
 from .disk import DiskRate, disk_read_rate
 from .gpu import Gpu
@@ -26,6 +27,7 @@ from .streaming import total_experts
 from .tuned import save_tuned, with_tuned
 
 __all__ = [
+    "Bandwidth",
     "DeviceProfile",
     "DiskRate",
     "Energy",
@@ -38,6 +40,7 @@ __all__ = [
     "PowerMeter",
     "Provider",
     "Rates",
+    "ReadRate",
     "ResidencyPlan",
     "RunSettings",
     "Speculation",

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DoesNotFitError, MissingDependencyError, SettingError
+from .bandwidth import Bandwidth, ReadRate
 from .cpu import read_cpu
 
 ISA_VARIABLE = "NYBBLE_ISA"
 
-# A buffer is read that no cache holds; where their sizes can't be read, this is enough for most.
+# Two buffers are read that no cache holds, the smaller one still in part; where the sizes of caches can't be
+# read, these are enough for most.
 _SMALLEST_BUFFER, _LARGEST_BUFFER = 64 << 20, 1 << 30
-_CACHES = 4  # times the largest cache
+_SMALL, _LARGE = 2, 16  # times the largest cache
 _SECONDS = 0.12  # of passes, for each limit
 _SHORTEST_PASS = 0.002  # seconds: well over what starting the threads takes
 
@@ -24,8 +26,19 @@ class MachineLimits:
 
     threads: int
     isa: str
-    read_bandwidth: float  # bytes per second, from memory
+    small_read: ReadRate  # of a buffer little larger than the last cache
+    large_read: ReadRate  # of a much larger one
     integer_rate: float  # operations per second of the int8 dot product; multiply and add are two
+
+    @property
+    def reads(self) -> tuple[ReadRate, ...]:
+        """What was measured: both, or the one there is."""
+        both = (self.small_read, self.large_read)
+        return both if self.large_read.bytes > self.small_read.bytes else both[1:]
+
+    @property
+    def bandwidth(self) -> Bandwidth:
+        return Bandwidth.between(self.small_read, self.large_read)
 
 
 def kernel_sets() -> tuple[str, ...] | None:
@@ -54,9 +67,10 @@ def choose_isa(asked: str = "") -> str:
     return found or sets[0]
 
 
-def measure_limits(threads: int, isa: str = "") -> MachineLimits:
-    """Measures for about half a second, with nothing else running: bandwidth of reading a buffer that
-    no cache holds, and the rate of `isa`'s dot product on registers, the best of several passes each.
+def measure_limits(threads: int, isa: str = "", memory: int | None = None) -> MachineLimits:
+    """Measures for about half a second, with nothing else running: bandwidth of reading two buffers that
+    no cache holds, and the rate of `isa`'s dot product on registers, the best of several passes each. Takes
+    no more `memory` than so many bytes, by default 16 times the largest cache.
 
     Raises `SettingError` for threads or an instruction set that are not there, `DoesNotFitError` where the
     buffer finds no memory, `MissingDependencyError` without kernels.
@@ -67,12 +81,21 @@ def measure_limits(threads: int, isa: str = "") -> MachineLimits:
     try:
         loop = _kernels.DotLoop(threads, chosen)
         rate = _integer_rate(loop)
-        memory = _kernels.MemoryRead(threads, read_buffer_bytes())
+        small_size, large_size = read_buffers(memory)
+        small = _read_rate(threads, small_size)
+        large = small if large_size == small_size else _read_rate(threads, large_size)
     except ValueError as error:
         raise SettingError(str(error)) from None
     except MemoryError:
         raise DoesNotFitError("the buffer to measure read bandwidth with finds no memory") from None
-    return MachineLimits(threads, chosen, memory.bytes / _best(memory.run), rate)
+    return MachineLimits(threads, chosen, small, large, rate)
+
+
+def _read_rate(threads: int, size: int) -> ReadRate:
+    from .. import _kernels
+
+    memory = _kernels.MemoryRead(threads, size)
+    return ReadRate(memory.bytes, memory.bytes / _best(memory.run))
 
 
 def _integer_rate(loop: Any) -> float:
@@ -92,7 +115,10 @@ def _best(run: Callable[[], float]) -> float:
     return shortest
 
 
-def read_buffer_bytes() -> int:
-    """Memory that `measure_limits` takes for a moment."""
+def read_buffers(memory: int | None = None) -> tuple[int, int]:
+    """Bytes of the buffers that `measure_limits` reads one after the other, each at most `memory`. Where the
+    larger one would not be twice the other, there is one."""
     largest = max((cache.bytes for cache in read_cpu().caches or ()), default=0)
-    return min(max(_SMALLEST_BUFFER, _CACHES * largest), _LARGEST_BUFFER)
+    most = _LARGEST_BUFFER if memory is None else min(memory, _LARGEST_BUFFER)
+    small, large = (min(max(_SMALLEST_BUFFER, times * largest), most) for times in (_SMALL, _LARGE))
+    return small, large if large >= 2 * small else small

@@ -3,9 +3,10 @@ operations over the integer rate, whichever takes longer, and for streamed weigh
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..models.spec import ModelSpec
+from .bandwidth import Bandwidth
 from .kernels import MachineLimits
 from .memory_plan import MemoryPlan, RunSettings
 from .model_bytes import HEAD_BITS, linears
@@ -17,7 +18,7 @@ from .streaming import total_experts
 # between which threads wait for each other.
 STEP, SEQUENCE, LAYER = 0.45e-3, 0.05e-3, 15e-6
 # Of what is read while it is computed with: 1 where the times add up, infinite where the longer one is all.
-OVERLAP = 1.25
+OVERLAP = 1.4
 FEW = 16  # tokens, up to which a product is computed without panels
 
 
@@ -38,9 +39,9 @@ class Efficiency:
 # Kernels with a dot-product instruction (AVX-512 VNNI, AVX-VNNI, NEON), after the first on two cores of an
 # EPYC (Zen 4): `benchmarks/plan.py`.
 DOT = Efficiency(
-    reading={4: 0.94, 8: 0.77},
-    arithmetic={4: (0.41, 0.5, 0.64), 8: (0.3, 0.47, 0.6)},
-    attention={"f32": 0.069, "f16": 0.069, "int8": 0.11},
+    reading={4: 1.0, 8: 0.88},
+    arithmetic={4: (0.41, 0.52, 0.64), 8: (0.3, 0.5, 0.6)},
+    attention={"f32": 0.071, "f16": 0.071, "int8": 0.113},
     chunk_attention={"f32": 0.18, "f16": 0.18, "int8": 0.33},
     element=0.5e-9,
 )
@@ -66,12 +67,14 @@ GPU = Efficiency(
 @dataclass(frozen=True)
 class Rates:
     """What a machine can do at most: bytes per second from memory, operations per second of the int8 dot
-    product, bytes per second from disk (None where it is not known); and what the kernels reach of it."""
+    product, bytes per second from disk (None where it is not known); what the kernels reach of it; and how
+    many bytes of what every step reads come from the last cache."""
 
     bandwidth: float
     integer_rate: float
     disk_bandwidth: float | None = None
     efficiency: Efficiency = DOT
+    cached_bytes: float = 0.0
 
     @classmethod
     def of(cls, profile: DeviceProfile) -> "Rates | None":
@@ -79,13 +82,21 @@ class Rates:
         if profile.bandwidth is None or profile.integer_rate is None:
             return None
         efficiency = DOT if profile.memory_kind == "host" else GPU
-        return cls(profile.bandwidth, profile.integer_rate, profile.disk_bandwidth, efficiency)
+        cached = profile.cached_bytes or 0
+        return cls(profile.bandwidth, profile.integer_rate, profile.disk_bandwidth, efficiency, cached)
 
     @classmethod
     def measured(cls, limits: MachineLimits, disk_bandwidth: float | None = None) -> "Rates":
         """Those of this machine."""
         efficiency = WIDENING if limits.isa in ("avx2", "scalar") else DOT
-        return cls(limits.read_bandwidth, limits.integer_rate, disk_bandwidth, efficiency)
+        read = limits.bandwidth
+        return cls(read.memory, limits.integer_rate, disk_bandwidth, efficiency, read.cached)
+
+    def reading(self, size: float) -> "Rates":
+        """With the bandwidth of a step that reads so many bytes."""
+        return replace(
+            self, bandwidth=Bandwidth(self.bandwidth, self.cached_bytes).at(size), cached_bytes=0.0
+        )
 
 
 @dataclass(frozen=True)
@@ -138,10 +149,12 @@ class Roofline:
 
     def decode(self, length: int, sequences: int) -> float:
         """A step of one new token for each of `sequences`, which have `length` tokens in the cache."""
-        rates, cached = self._rates, sequences * length
-        reading = cached * self._plan.kv_token / rates.bandwidth
+        cached = sequences * length
+        kv_bytes = cached * self._plan.kv_token
+        rates = self._rates.reading(self._weights(sequences) + kv_bytes)
+        reading = kv_bytes / rates.bandwidth
         computing = self._attention(cached, rates.efficiency.attention)
-        return self._step(sequences, sequences, _together(reading, computing))
+        return self._step(sequences, sequences, _together(reading, computing), rates)
 
     def prompt(self, length: int) -> float:
         """A prompt of `length` tokens, in steps of the token budget, to its last token's logits."""
@@ -150,7 +163,7 @@ class Roofline:
             count = min(budget, length - past)
             pairs = count * past + count * (count + 1) // 2
             attention = self._attention(pairs, self._rates.efficiency.chunk_attention)
-            seconds += self._step(count, 1, attention)
+            seconds += self._step(count, 1, attention, self._rates.reading(self._weights(count)))
         return seconds
 
     def _attention(self, pairs: int, shares: Mapping[KvDtype, float]) -> float:
@@ -159,18 +172,26 @@ class Roofline:
         operations = 4 * pairs * self._spec.q_size * self._spec.num_layers
         return operations / (share * self._rates.integer_rate)
 
-    def _step(self, tokens: int, rows: int, attention: float) -> float:
+    def _weights(self, tokens: int) -> float:
+        """Bytes of weights that a step of so many new tokens reads."""
+        return self._layers.bytes + self._head.bytes + self._chosen(tokens) * self._experts.bytes
+
+    def _chosen(self, tokens: int) -> float:
+        """The share of all experts that any of so many tokens chooses, were all equally likely."""
+        mixture = self._spec.mixture
+        return 0.0 if mixture is None else 1 - (1 - mixture.experts_per_token / mixture.num_experts) ** tokens
+
+    def _step(self, tokens: int, rows: int, attention: float, rates: Rates) -> float:
         """`tokens` new ones, `rows` of logits, and so many seconds of attention."""
-        spec, rates = self._spec, self._rates
+        spec = self._spec
         seconds = STEP + rows * SEQUENCE
         seconds += spec.num_layers * (LAYER + tokens * _elements(spec) * rates.efficiency.element)
         seconds += self._layers.seconds(tokens, rates) + self._head.seconds(rows, rates) + attention
         disk = rates.disk_bandwidth or math.inf
         experts = 0.0
         if (mixture := spec.mixture) is not None:
-            active = mixture.experts_per_token / mixture.num_experts
             # Read is what any token chose, computed what each did.
-            chosen = 1 - (1 - active) ** tokens
+            active, chosen = mixture.experts_per_token / mixture.num_experts, self._chosen(tokens)
             experts = self._experts.seconds(tokens, rates, chosen, active)
             if self._streamed_experts:
                 # From the disk it is read after the choice, while the layer's others are computed.
@@ -198,7 +219,7 @@ class Product:
 
 
 def _together(reading: float, computing: float) -> float:
-    """Seconds of both, which go on at the same time, but not perfectly: two that take as long take 1.7 times
+    """Seconds of both, which go on at the same time, but not perfectly: two that take as long take 1.6 times
     that."""
     return float((reading**OVERLAP + computing**OVERLAP) ** (1 / OVERLAP))
 

@@ -9,7 +9,7 @@ from ..errors import NybbleError, SettingError
 from .cgroup import read_cgroup_limits
 from .cpu import CpuCache, read_cpu
 from .gpu import Gpu, read_gpus
-from .kernels import MachineLimits, choose_isa, kernel_sets, read_buffer_bytes
+from .kernels import MachineLimits, choose_isa, kernel_sets, read_buffers
 from .limits_cache import LimitsKey, load_limits, measure_and_keep
 from .sizes import format_bytes
 
@@ -103,19 +103,20 @@ def probe(root: Path = _ROOT, providers: bool = True) -> Machine:
 
 def measured(machine: Machine, again: bool = False) -> Machine:
     """The machine with its limits: those that were kept, else, or with `again`, measured for half a second
-    and kept. Without kernels, and where that takes more than half of the usable memory, as it is with a line
-    in its notes."""
+    and kept. Takes no more than half of the usable memory; where that is too little, and without kernels, it
+    is as it was with a line in its notes."""
     if machine.limits is not None and not again:
         return machine
-    key, needed, usable = machine.limits_key(), read_buffer_bytes(), machine.usable_memory
+    key, needed, usable = machine.limits_key(), read_buffers()[0], machine.usable_memory
+    memory = None if usable is None else usable // 2
     if key is None:
         why = "no kernels here to measure with"
-    elif usable is not None and needed > usable / 2:
+    elif usable is not None and memory is not None and needed > memory:
         # Past a control group's limit the kernel ends the process, and says nothing.
         why = f"they take {format_bytes(needed)}, over half of the {format_bytes(usable)} usable now"
     else:
         try:
-            return replace(machine, limits=measure_and_keep(key))
+            return replace(machine, limits=measure_and_keep(key, memory))
         except NybbleError as error:
             why = str(error)
     return replace(machine, notes=(*machine.notes, f"measured limits: {why}"))

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ..errors import SettingError
 from ..models.toml_files import parse_toml, read_toml, toml_names, toml_path
+from .bandwidth import Bandwidth
 from .sizes import parse_bytes, parse_memory_budget
 
 KvDtype = Literal["f32", "f16", "int8"]
@@ -52,6 +53,11 @@ class DeviceProfile:
     target_token_ms: float | None = None
     integer_rate: float | None = None  # int8 dot product, operations per second; None: not measured
     disk_bandwidth: float | None = None  # bytes per second that reading a large file reaches; None: unknown
+    cached_bytes: int | None = None  # of what every step reads, from the last cache; None: nothing
+
+    def bandwidth_at(self, size: float) -> float | None:
+        """Bytes per second of reading so many bytes in every step; None: not measured."""
+        return None if self.bandwidth is None else Bandwidth(self.bandwidth, self.cached_bytes or 0).at(size)
 
     @property
     def provider_list(self) -> list[tuple[str, dict[str, str]]]:
@@ -217,6 +223,7 @@ _FIELDS: dict[str, tuple[Callable[[object, str], object], bool]] = {
     "bandwidth": (_gigabytes_per_second, False),
     "integer_rate": (_billions, False),
     "disk_bandwidth": (_gigabytes_per_second, False),
+    "cached_bytes": (parse_bytes, False),
     "providers": (_providers, True),
     "page_size": (_page_size, True),
     "kv_dtype": (_one_of("f32", "f16", "int8"), True),

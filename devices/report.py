@@ -108,9 +108,10 @@ def _limits(machine: Machine) -> str:
     limits = machine.limits
     if limits is None:
         return "not measured"
-    read, rate = limits.read_bandwidth / 1e9, limits.integer_rate / 1e9
+    reads = [f"{read.rate / 1e9:.1f} GB/s of {format_bytes(read.bytes)}" for read in limits.reads]
     threads = f"{limits.threads} thread{'s' if limits.threads > 1 else ''}"
-    return f"{read:.1f} GB/s read, {rate:,.0f} GOPS of the {limits.isa} dot product ({threads})"
+    dot = f"{limits.integer_rate / 1e9:,.0f} GOPS of the {limits.isa} dot product"
+    return f"read {', '.join(reads)}; {dot} ({threads})"
 
 
 def _gpu(gpu: Gpu) -> str:

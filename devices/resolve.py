@@ -62,6 +62,7 @@ def auto_profile(machine: Machine, cuda: Callable[[], bool] | None = None) -> De
             context=_AUTO_CONTEXT,
         )
     total = [n for n in (machine.memory_total, machine.memory_limit) if n is not None]
+    limits = machine.limits
     return DeviceProfile(
         name="auto",
         description=f"This machine, on its CPU: {machine.cpu_brand or machine.architecture}",
@@ -69,8 +70,9 @@ def auto_profile(machine: Machine, cuda: Callable[[], bool] | None = None) -> De
         memory_kind="host",
         memory_budget=None if machine.usable_memory is None else int(machine.usable_memory * _AUTO_SHARE),
         threads=machine.usable_cores,
-        bandwidth=None if machine.limits is None else machine.limits.read_bandwidth,
-        integer_rate=None if machine.limits is None else machine.limits.integer_rate,
+        bandwidth=None if limits is None else limits.bandwidth.memory,
+        cached_bytes=None if limits is None else int(limits.bandwidth.cached) or None,
+        integer_rate=None if limits is None else limits.integer_rate,
         providers=(_CPU,),
         page_size=16,
         kv_dtype="f32",

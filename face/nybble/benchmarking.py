@@ -103,7 +103,7 @@ class Benchmark:
     def bandwidth_share(self, row: Row) -> float | None:
         """Bytes that had to be read, of those that this machine could have read in the time."""
         limits = self._limits(row)
-        return None if limits is None else row.bytes / row.seconds / limits.read_bandwidth
+        return None if limits is None else row.bytes / row.seconds / limits.bandwidth.at(row.bytes)
 
     def integer_share(self, row: Row) -> float | None:
         """Operations of the linear layers, of those that this machine could have done in the time."""

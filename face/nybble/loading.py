@@ -164,7 +164,7 @@ def load(
         swap_file=FileStore(scratch) if _shares_pages(plan, kind) else None,
         digest=digest,
         target_token_ms=profile.target_token_ms if target_token_ms is None else target_token_ms,
-        bandwidth=profile.bandwidth,
+        bandwidth=profile.bandwidth_at(plan.weights),
         speculator=speculator,
         explain_shortage=partial(describe_shortage, run, plan),
     )

@@ -56,7 +56,9 @@ def test_an_unknown_set_as_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_limits_are_measured_for_every_set(isa: str) -> None:
     limits = measure_limits(2, isa)
     assert (limits.threads, limits.isa) == (2, isa)
-    assert limits.read_bandwidth > 0
+    assert limits.small_read.rate > 0
+    assert limits.large_read.bytes >= limits.small_read.bytes >= 64 << 20
+    assert limits.bandwidth.memory <= limits.large_read.rate
     assert limits.integer_rate > 0
 
 
@@ -70,6 +72,13 @@ def test_the_best_set_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_out_of_range(threads: int) -> None:
     with pytest.raises(SettingError, match="threads"):
         measure_limits(threads)
+
+
+def test_no_more_memory_is_read_than_was_allowed() -> None:
+    limits = measure_limits(1, memory=1 << 20)
+    # In whole units.
+    assert 1 << 20 <= limits.small_read.bytes == limits.large_read.bytes < 1 << 21
+    assert limits.bandwidth.cached == 0
 
 
 def test_measures_refuse_what_they_cannot_do() -> None:

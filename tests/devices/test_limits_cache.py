@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from nybble.devices import MachineLimits, limits_cache, measured, probe, resolve_device
+from nybble.devices import MachineLimits, ReadRate, limits_cache, measured, probe, resolve_device
 from nybble.devices.limits_cache import LimitsKey, load_limits, measure_and_keep
 
 KEY = LimitsKey("Some CPU", "x86_64", 4, "avx2", 2)
+SMALL, LARGE = 64 << 20, 512 << 20
+
+
+def limits(
+    small: float, large: float, rate: float = 300e9, isa: str = "avx2", threads: int = 2
+) -> MachineLimits:
+    return MachineLimits(threads, isa, ReadRate(SMALL, small), ReadRate(LARGE, large), rate)
 
 
 @pytest.fixture(autouse=True)
@@ -24,24 +31,32 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def rates(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What the measurements give, one after the other, in place of half a second each."""
     bandwidths = [11e9, 12e9, 10e9]
-    monkeypatch.setattr(
-        limits_cache,
-        "measure_limits",
-        lambda threads, isa: MachineLimits(threads, isa, bandwidths.pop(0), 300e9),
-    )
+
+    def measure(threads: int, isa: str, memory: int | None) -> MachineLimits:
+        large = bandwidths.pop(0)
+        return limits(26e9 - large, large, isa=isa, threads=threads)
+
+    monkeypatch.setattr(limits_cache, "measure_limits", measure)
     return bandwidths
 
 
 def test_what_was_measured_is_found_again(rates: list[float], cache: Path) -> None:
     assert load_limits(KEY) is None
-    assert measure_and_keep(KEY) == load_limits(KEY) == MachineLimits(2, "avx2", 11e9, 300e9)
-    measure_and_keep(KEY)
-    found = load_limits(KEY)
-    assert found is not None
-    assert found.read_bandwidth == 12e9
-    # A busy machine measures less, and can do no less.
-    assert measure_and_keep(KEY) == load_limits(KEY) == found
+    assert measure_and_keep(KEY) == load_limits(KEY) == limits(15e9, 11e9)
+    # A busy machine measures less, of one buffer or the other, and can do no less.
+    assert measure_and_keep(KEY) == load_limits(KEY) == limits(15e9, 12e9)
+    assert measure_and_keep(KEY) == load_limits(KEY) == limits(16e9, 12e9)
     assert len(list(cache.iterdir())) == 1
+
+
+def test_what_was_read_of_buffers_of_another_size_is_forgotten(
+    rates: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure_and_keep(KEY)
+    less = replace(limits(9e9, 9e9, 200e9), large_read=ReadRate(SMALL, 9e9))
+    monkeypatch.setattr(limits_cache, "measure_limits", lambda *given: less)
+    expected = replace(limits(15e9, 9e9), large_read=ReadRate(SMALL, 9e9))
+    assert measure_and_keep(KEY) == load_limits(KEY) == expected
 
 
 @pytest.mark.parametrize(
@@ -67,8 +82,11 @@ def test_another_machine_finds_nothing(rates: list[float], change: dict[str, obj
         b"[]",
         b'{"cpu": "Some CPU"}',
         b" " * 70_000,
-        lambda data: {**data, "read_bandwidth": 0},
-        lambda data: {**data, "read_bandwidth": True},
+        lambda data: {**data, "small_read": 11e9},
+        lambda data: {**data, "small_read": {"bytes": 0, "rate": 11e9}},
+        lambda data: {**data, "small_read": {"bytes": 1 << 26}},
+        lambda data: {**data, "large_read": {"bytes": 1 << 29, "rate": True}},
+        lambda data: {**data, "large_read": {"bytes": "many", "rate": 11e9}},
         lambda data: {**data, "integer_rate": "fast"},
         lambda data: {**data, "integer_rate": float("inf")},
         lambda data: {**data, "integer_rate": float("nan")},
@@ -98,7 +116,7 @@ def test_a_pipe_in_its_place_is_not_waited_for(cache: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_the_file(rates: list[float], cache: Path) -> None:
     cache.write_text("a file where the folder would be")
-    assert measure_and_keep(KEY).read_bandwidth == 11e9
+    assert measure_and_keep(KEY) == limits(15e9, 11e9)
     assert load_limits(KEY) is None
 
 
@@ -122,8 +140,11 @@ def test_auto_takes_the_bandwidth_that_was_kept_and_never_measures(rates: list[f
     assert resolve_device("auto").bandwidth is None
     machine = measured(probe(providers=False))
     assert machine.limits is not None
-    assert resolve_device("auto").bandwidth == machine.limits.read_bandwidth == 11e9
+    profile = resolve_device("auto")
+    assert profile.bandwidth == machine.limits.bandwidth.memory
+    assert profile.bandwidth_at(SMALL) == pytest.approx(15e9, rel=1e-6)
+    assert profile.bandwidth_at(LARGE) == pytest.approx(11e9, rel=1e-6)
     assert measured(probe(providers=False)).limits == machine.limits
     again = measured(probe(providers=False), again=True)
     assert again.limits is not None
-    assert again.limits.read_bandwidth == 12e9
+    assert again.limits.large_read.rate == 12e9

@@ -11,6 +11,7 @@ from planned import INT4, LAPTOP, SMOLLM2
 from nybble.devices import (
     MachineLimits,
     Rates,
+    ReadRate,
     ResidencyPlan,
     RunSettings,
     Speeds,
@@ -23,6 +24,7 @@ from nybble.models.spec import MixtureSpec
 
 RUN = RunSettings(SMOLLM2, INT4, LAPTOP, context=2048, sequences=4, kv_dtype="f16", executor="cpu")
 RATES = Rates(20e9, 300e9, 0.5e9)
+READ = ReadRate(512 << 20, 20e9)
 
 
 def speeds(run: RunSettings = RUN, rates: Rates = RATES, length: int = 512) -> Speeds:
@@ -35,6 +37,16 @@ def test_an_answer_is_no_faster_than_its_weights_are_read() -> None:
     weights = plan_memory(RUN).weights
     assert speeds().decode < RATES.bandwidth / weights
     assert speeds(rates=Rates(20e9, 1e15)).decode == pytest.approx(RATES.bandwidth / weights, rel=0.4)
+
+
+def test_of_what_is_read_again_and_again_the_cache_keeps_a_part() -> None:
+    weights = plan_memory(RUN).weights
+    cached = replace(RATES, cached_bytes=weights / 4)
+    assert 1.1 * speeds().decode < speeds(rates=cached).decode < speeds().decode / 0.75
+    # A cache that would hold it all is read no more than twice as fast.
+    ten, thousand = (speeds(rates=replace(RATES, cached_bytes=n * weights)) for n in (10, 1000))
+    assert ten == thousand
+    assert ten.decode < 2 * speeds().decode
 
 
 def test_a_prompt_is_no_faster_than_its_products() -> None:
@@ -118,7 +130,7 @@ def test_what_is_not_known_is_not_predicted() -> None:
 
 @pytest.mark.parametrize(("isa", "efficiency"), [("avx2", WIDENING), ("scalar", WIDENING), ("neondot", DOT)])
 def test_what_the_kernels_reach_depends_on_the_instruction_set(isa: str, efficiency: object) -> None:
-    assert Rates.measured(MachineLimits(2, isa, 20e9, 300e9)).efficiency is efficiency
+    assert Rates.measured(MachineLimits(2, isa, READ, READ, 300e9)).efficiency is efficiency
 
 
 def test_every_profile_says_enough_to_predict_a_speed() -> None:

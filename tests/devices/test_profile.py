@@ -97,7 +97,16 @@ def test_each_field_is_checked_and_the_error_names_file_and_key(old, new, messag
 
 
 def test_bandwidth_may_be_left_out():
-    assert parse_profile(GOOD.replace("bandwidth = 17.1", ""), "board", "board.toml").bandwidth is None
+    profile = parse_profile(GOOD.replace("bandwidth = 17.1", ""), "board", "board.toml")
+    assert profile.bandwidth is None
+    assert profile.bandwidth_at(1e9) is None
+
+
+def test_what_the_cache_keeps_makes_small_models_faster():
+    assert parse_profile(GOOD, "board", "board.toml").bandwidth_at(100e6) == pytest.approx(17.1e9)
+    profile = parse_profile(GOOD + 'cached_bytes = "25MB"\n', "board", "board.toml")
+    assert profile.bandwidth_at(100e6) == pytest.approx(17.1e9 / 0.75)
+    assert profile.bandwidth_at(1e12) == pytest.approx(17.1e9, rel=1e-4)
 
 
 def test_a_target_for_the_time_between_tokens_may_be_given():

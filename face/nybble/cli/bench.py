@@ -1,5 +1,6 @@
 """`nybble bench`."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +123,7 @@ def header(result: "Benchmark") -> list[tuple[str, str]]:
     told = f" ({result.power_note})" if result.power_note else ""
     rows.append(("Power", (", ".join(result.power_sources) or "not readable here") + told))
     for limits in result.limits:
-        read, rate = limits.read_bandwidth / 1e9, limits.integer_rate / 1e9
+        read, rate = limits.bandwidth.at(result.weight_bytes) / 1e9, limits.integer_rate / 1e9
         rows.append(
             (
                 f"Limits, threads: {limits.threads}",
@@ -166,7 +167,7 @@ def to_json(result: "Benchmark") -> dict[str, Any]:
         "kv_dtype": result.kv_dtype,
         "peak_resident_bytes": result.peak_bytes,
         "power": {"sources": list(result.power_sources), "note": result.power_note},
-        "limits": [vars(limits) for limits in result.limits],
+        "limits": [asdict(limits) for limits in result.limits],
         "rows": [
             {
                 "phase": row.case.phase,
