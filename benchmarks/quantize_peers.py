@@ -18,7 +18,8 @@ from nybble.models.gguf_source import GgufSource, gguf_name
 from nybble.quant.packing import QuantizedTensor, from_gptq, quantize_head
 from nybble.quant.recipe import Recipe
 
-FOLDER = Path(__file__).parent
+# Where others' environments start scripts from: no file there has a package's name, as `kernels.py` here has.
+PEERS = Path(__file__).parent / "peers"
 LLAMACPP_KINDS = ("Q4_0", "Q4_K_M")
 
 
@@ -83,7 +84,7 @@ def measure_gptqmodel(source: ModelSource, threads: int, python: str, reference:
         }
         command = [
             python,
-            str(FOLDER / "quantize_gptqmodel.py"),
+            str(PEERS / "gptqmodel_quantize.py"),
             str(original),
             str(output),
             json.dumps(settings),
@@ -133,7 +134,7 @@ def measure_llamacpp(
     with tempfile.TemporaryDirectory() as name:
         half, output = Path(name) / "half.gguf", Path(name) / "quantized.gguf"
         write_gguf(source, original, half)
-        command = [python, str(FOLDER / "quantize_llamacpp.py"), str(half), str(output), kind, str(threads)]
+        command = [python, str(PEERS / "llama_cpp_quantize.py"), str(half), str(output), kind, str(threads)]
         figures = json.loads(run(command, threads).splitlines()[-1])
         with open_source(output) as peer:
             assert isinstance(peer, GgufSource)

@@ -1,7 +1,7 @@
 """Runs in GPTQModel's own environment, for `benchmarks/quantize.py`: quantizes a Hugging Face folder on the
 windows in its `calibration.npy` and prints time and peak memory as a line of JSON.
 
-python quantize_gptqmodel.py MODEL OUTPUT SETTINGS
+python gptqmodel_quantize.py MODEL OUTPUT SETTINGS
 """
 
 import json

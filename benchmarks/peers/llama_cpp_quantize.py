@@ -1,7 +1,7 @@
 """Runs in an environment with llama-cpp-python, for `benchmarks/quantize.py`: llama.cpp quantizes a GGUF file
 and prints time, peak memory and version as a line of JSON.
 
-python quantize_llamacpp.py INPUT OUTPUT TYPE THREADS
+python llama_cpp_quantize.py INPUT OUTPUT TYPE THREADS
 """
 
 import ctypes
