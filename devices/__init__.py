@@ -7,14 +7,13 @@ from .disk import DiskRate, disk_read_rate
 from .gpu import Gpu
 from .heat import read_heat, slowed
 from .kernels import MachineLimits, choose_isa, kernel_sets, measure_limits
-from .limits_cache import measure_and_keep
 from .memory_plan import ExecutorKind, MemoryPlan, RunSettings
 from .model_bytes import kv_bytes_per_token, weight_bytes
 from .planner import check_fit, fit_sequences
 from .plans import plan_memory
 from .power import Energy, PowerMeter
 from .prediction import Rates, Speeds, predict
-from .probe import Machine, measured, probe
+from .probe import Machine, measure_on, measured, probe
 from .process import give_back_memory, peak_resident_bytes, reset_peak_resident, resident_bytes
 from .profile import DeviceProfile, KvDtype, Provider, Speculation, load_profile
 from .report import describe, describe_disk, describe_profile, machine_json, profile_json
@@ -61,8 +60,8 @@ __all__ = [
     "list_profiles",
     "load_profile",
     "machine_json",
-    "measure_and_keep",
     "measure_limits",
+    "measure_on",
     "measured",
     "parse_bytes",
     "parse_memory_budget",

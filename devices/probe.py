@@ -5,7 +5,7 @@ import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import NybbleError, SettingError
+from ..errors import DoesNotFitError, NybbleError, SettingError
 from .cgroup import read_cgroup_limits
 from .cpu import CpuCache, read_cpu
 from .gpu import Gpu, read_gpus
@@ -102,24 +102,32 @@ def probe(root: Path = _ROOT, providers: bool = True) -> Machine:
 
 
 def measured(machine: Machine, again: bool = False) -> Machine:
-    """The machine with its limits: those that were kept, else, or with `again`, measured for half a second
-    and kept. Takes no more than half of the usable memory; where that is too little, and without kernels, it
-    is as it was with a line in its notes."""
+    """The machine with its limits: those that were kept, else, or with `again`, measured by `measure_on`.
+    Where they can't be, and without kernels, it is as it was with a line in its notes."""
     if machine.limits is not None and not again:
         return machine
-    key, needed, usable = machine.limits_key(), read_buffers()[0], machine.usable_memory
-    memory = None if usable is None else usable // 2
+    key = machine.limits_key()
     if key is None:
         why = "no kernels here to measure with"
-    elif usable is not None and memory is not None and needed > memory:
-        # Past a control group's limit the kernel ends the process, and says nothing.
-        why = f"they take {format_bytes(needed)}, over half of the {format_bytes(usable)} usable now"
     else:
         try:
-            return replace(machine, limits=measure_and_keep(key, memory))
+            return replace(machine, limits=measure_on(machine, key))
         except NybbleError as error:
             why = str(error)
     return replace(machine, notes=(*machine.notes, f"measured limits: {why}"))
+
+
+def measure_on(machine: Machine, key: LimitsKey) -> MachineLimits:
+    """As `measure_and_keep`, in no more than half of the usable memory: past a control group's limit the
+    kernel ends the process, and says nothing. Raises `DoesNotFitError` where that is too little."""
+    needed, usable = read_buffers()[0], machine.usable_memory
+    if usable is None:
+        return measure_and_keep(key)
+    if needed > usable // 2:
+        raise DoesNotFitError(
+            f"they take {format_bytes(needed)}, over half of the {format_bytes(usable)} usable now"
+        )
+    return measure_and_keep(key, usable // 2)
 
 
 def _kernel_isa(notes: list[str]) -> str | None:

@@ -13,9 +13,10 @@ import numpy as np
 
 from .devices import (
     Energy,
+    Machine,
     MachineLimits,
     PowerMeter,
-    measure_and_keep,
+    measure_on,
     peak_resident_bytes,
     probe,
     read_heat,
@@ -184,7 +185,6 @@ def bench(
                 isa = loaded.executor.isa if isinstance(loaded.executor, CpuExecutor) else None
                 kv_used, weights = loaded.executor.kv_layout.kv_dtype, loaded.executor.weight_bytes
     peak = peak_resident_bytes()
-    keys = [] if isa is None else [machine.limits_key(count, isa) for count in counts]
     return Benchmark(
         spec,
         recipe,
@@ -194,10 +194,19 @@ def bench(
         isa,
         kv_used,
         peak,
-        tuple(measure_and_keep(key) for key in keys if key is not None),
+        () if isa is None else _limits(machine, isa, counts),
         meter.sources,
         meter.note,
     )
+
+
+def _limits(machine: Machine, isa: str, counts: Sequence[int]) -> tuple[MachineLimits, ...]:
+    """Of each number of threads; none where there is too little memory to measure them."""
+    keys = [machine.limits_key(count, isa) for count in counts]
+    try:
+        return tuple(measure_on(machine, key) for key in keys if key is not None)
+    except DoesNotFitError:
+        return ()
 
 
 def _per_token(energy: Energy, tokens: int) -> float | None:

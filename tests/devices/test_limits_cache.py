@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nybble.devices import MachineLimits, ReadRate, limits_cache, measured, probe, resolve_device
+from nybble.devices import MachineLimits, ReadRate, limits_cache, measure_on, measured, probe, resolve_device
 from nybble.devices.limits_cache import LimitsKey, load_limits, measure_and_keep
+from nybble.errors import DoesNotFitError
 
 KEY = LimitsKey("Some CPU", "x86_64", 4, "avx2", 2)
 SMALL, LARGE = 64 << 20, 512 << 20
@@ -132,6 +133,23 @@ def test_a_machine_with_little_memory_left_is_not_measured() -> None:
     again = measured(machine, again=True)
     assert again.limits == machine.limits
     assert any("measured limits: they take" in note and "100 MB usable" in note for note in again.notes)
+
+
+def test_no_more_than_half_of_the_usable_memory_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = replace(probe(providers=False), usable_memory=1_000_000_000)
+    allowed: list[int | None] = []
+
+    def measure(threads: int, isa: str, memory: int | None) -> MachineLimits:
+        allowed.append(memory)
+        return limits(11e9, 11e9)
+
+    monkeypatch.setattr(limits_cache, "measure_limits", measure)
+    measure_on(machine, KEY)
+    measure_on(replace(machine, usable_memory=None), KEY)
+    assert allowed == [500_000_000, None]
+    with pytest.raises(DoesNotFitError, match="over half of the 100 MB usable"):
+        measure_on(replace(machine, usable_memory=100_000_000), KEY)
+    assert len(allowed) == 2
 
 
 def test_auto_takes_the_bandwidth_that_was_kept_and_never_measures(rates: list[float]) -> None:
