@@ -43,6 +43,11 @@ ROWS = (
     f"turned balanced {{{PLAIN}}}",
     "turned balanced",
     'turned balanced {"scaling": false}',
+    'turned balanced {"correction": 0}',
+    'turned balanced {"weigh_tokens": false}',
+    'turned balanced {"sweeps": 0}',
+    'turned balanced {"clip_search": false}',
+    'turned balanced {"act_order": "none"}',
 )
 WINDOWS = 24
 RESULTS = Path(__file__).parent / "results" / "quantize_layers.json"

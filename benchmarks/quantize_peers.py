@@ -83,13 +83,13 @@ def measure_gptqmodel(source: ModelSource, threads: int, python: str, reference:
             "desc_act": recipe.desc_act,
         }
         command = [
-            python,
+            os.path.abspath(python),
             str(PEERS / "gptqmodel_quantize.py"),
             str(original),
             str(output),
             json.dumps(settings),
         ]
-        figures = json.loads(run(command, threads).splitlines()[-1])
+        figures = json.loads(run(command, threads, name).splitlines()[-1])
         peer = GptqFolder(output, source, recipe)
         ends = torch.load(reference, weights_only=False)
         return figures | {
@@ -134,8 +134,9 @@ def measure_llamacpp(
     with tempfile.TemporaryDirectory() as name:
         half, output = Path(name) / "half.gguf", Path(name) / "quantized.gguf"
         write_gguf(source, original, half)
-        command = [python, str(PEERS / "llama_cpp_quantize.py"), str(half), str(output), kind, str(threads)]
-        figures = json.loads(run(command, threads).splitlines()[-1])
+        script = str(PEERS / "llama_cpp_quantize.py")
+        command = [os.path.abspath(python), script, str(half), str(output), kind, str(threads)]
+        figures = json.loads(run(command, threads, name).splitlines()[-1])
         with open_source(output) as peer:
             assert isinstance(peer, GgufSource)
             ends = torch.load(reference, weights_only=False)
@@ -152,11 +153,12 @@ def gguf_bits(source: GgufSource) -> float:
     return 8 * used / sum(x.out_features * x.in_features for x in linears)
 
 
-def run(command: list[str], threads: int) -> str:
-    """A child's standard output; its standard error is shown only where it fails."""
+def run(command: list[str], threads: int, folder: str | None = None) -> str:
+    """A child's standard output; its standard error is shown only where it fails. In `folder` it may leave
+    files, as GPTQModel does its logs."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     environment["GPTQMODEL_CPU_WORKERS"] = str(max(2, threads))  # with fewer it does not start
-    child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=folder)
     if child.returncode:
         raise ChildError(f"{' '.join(command[:3])} ... failed:\n{child.stderr[-4000:]}")
     return child.stdout
