@@ -37,6 +37,7 @@ PROVIDERS = st.lists(
         context=st.integers(1, 2**24),
         speculation=st.sampled_from([None, "auto", "off", "ngram"]),
         target_token_ms=st.none() | st.integers(1, 1000).map(float),
+        cached_bytes=st.none() | st.integers(1, 2**30),
     )
 )
 def test_any_profile_is_read_back_as_it_was(profile):
