@@ -29,7 +29,7 @@ class Bandwidth:
         if small.bytes >= large.bytes or small.rate <= large.rate:
             return cls(large.rate)
         memory = (large.bytes - small.bytes) / (large.seconds - small.seconds)
-        return cls(memory, small.bytes - small.seconds * memory)
+        return cls(memory, max(0.0, small.bytes - small.seconds * memory))
 
     def at(self, size: float) -> float:
         """Bytes per second of reading so many bytes. Little ones, which caches may hold altogether, are no

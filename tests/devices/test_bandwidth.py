@@ -1,7 +1,9 @@
 """The line through two measured rates of reading."""
 
+import math
+
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nybble.devices import Bandwidth, ReadRate
@@ -11,6 +13,7 @@ rates = st.floats(1e8, 1e12)
 
 
 @given(small=rates, large=rates)
+@example(small=math.nextafter(3e9, 4e9), large=3e9)  # the line's start is lost in rounding
 def test_both_measurements_are_found_again(small: float, large: float) -> None:
     found = Bandwidth.between(ReadRate(SMALL, small), ReadRate(LARGE, large))
     assert 0 <= found.cached <= SMALL
