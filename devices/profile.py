@@ -4,15 +4,16 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import SettingError
 from ..models.toml_files import parse_toml, read_toml, toml_names, toml_path
 from .bandwidth import Bandwidth
 from .sizes import parse_bytes, parse_memory_budget
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 KvDtype = Literal["f32", "f16", "int8"]
 MemoryKind = Literal["host", "unified", "gpu"]
@@ -92,7 +93,9 @@ def load_profile(name_or_path: str) -> DeviceProfile:
     return parse_profile(text, name_or_path, f"{name_or_path}.toml")
 
 
-def _folder() -> Traversable:
+def _folder() -> "Traversable":
+    from importlib.resources import files
+
     return files(__package__).joinpath("profiles")
 
 

@@ -4,18 +4,18 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelFormatError, SettingError
 from ..models.config import spec_from_config
 from ..models.config_reader import read_bounded, read_json_object, regular_file_size, shown
 from ..models.spec import ModelSpec
 from .atomic import recover
-from .bnb_reader import BnbWeights
-from .checkpoint_weights import CheckpointWeights
-from .gptq_reader import GptqWeights
 from .manifest import FORMATS, MANIFEST_NAME, FileEntry, Format, Manifest, checkpoint_of, read_manifest
-from .weights import LogicalWeights
+
+if TYPE_CHECKING:
+    from .checkpoint_weights import CheckpointWeights
+    from .weights import LogicalWeights
 
 MAX_TOKENIZER_BYTES = 128 << 20
 CONFIGS = ("config.json", "generation_config.json")
@@ -86,7 +86,7 @@ class Artifact:
             raise ModelFormatError(f"{self.folder}: has no {half} half; it has {has}")
         return half
 
-    def weights(self, format: str = "auto") -> LogicalWeights:
+    def weights(self, format: str = "auto") -> "LogicalWeights":
         """The tensors of a half, read one at a time when asked for. Raises `ModelFormatError`."""
         if self.chosen(format) != "onnx":
             return self.checkpoint()
@@ -94,10 +94,14 @@ class Artifact:
 
         return OnnxWeights(self.onnx_path)
 
-    def checkpoint(self) -> CheckpointWeights:
+    def checkpoint(self) -> "CheckpointWeights":
         """The tensors of the half that is a Hugging Face checkpoint; close it. Raises `ModelFormatError`."""
         if self.chosen(checkpoint_of(self.manifest.recipe)) == "bnb":
+            from .bnb_reader import BnbWeights
+
             return BnbWeights(self.folder)
+        from .gptq_reader import GptqWeights
+
         return GptqWeights(self.folder)
 
 

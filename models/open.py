@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 from ..errors import MissingDependencyError, ModelFormatError
-from .adapter import AdaptedSource
 from .config_reader import regular_file_size
 from .hf_folder import HfFolder
 from .hub_cache import located
@@ -28,6 +27,8 @@ def open_source(src: str | Path, adapter: str | Path | None = None) -> ModelSour
     source = _open(src)
     if adapter is None:
         return source
+    from .adapter import AdaptedSource
+
     try:
         return AdaptedSource(source, Path(adapter))
     except BaseException:

@@ -1,16 +1,17 @@
 """Settings in TOML files: those that come with a package by name, others by path."""
 
-import tomllib
-from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 MAX_TOML_BYTES = 64 * 1024
 
 
-def toml_names(folder: Traversable) -> list[str]:
+def toml_names(folder: "Traversable") -> list[str]:
     """The names of a folder's TOML files, without the ending, sorted."""
     return sorted(x.name.removesuffix(".toml") for x in folder.iterdir() if x.name.endswith(".toml"))
 
@@ -40,6 +41,8 @@ def read_toml(path: Path, where: str) -> str:
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
     """The settings in a TOML text. Raises `SettingError`."""
+    import tomllib
+
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:

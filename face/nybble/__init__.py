@@ -8,8 +8,9 @@
 Names are loaded when they are first used: `import nybble` brings in no room.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from .lazy_names import lazy_names
 
 __version__ = "0.1.0"
 
@@ -92,12 +93,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import ModelFormatError, SettingError
 from .export.artifact import Artifact, open_artifact
-from .export.foreign import ForeignCheckpoint, is_foreign
 from .export.manifest import MANIFEST_NAME
 from .models.hub_cache import located
 from .models.open import ALIASES, open_source
@@ -19,6 +18,7 @@ from .quant.recipe import Recipe
 if TYPE_CHECKING:
     from .devices import ExecutorKind, ResidencyPlan
     from .devices.memory_plan import Half
+    from .export.foreign import ForeignCheckpoint
     from .export.manifest import Format
     from .export.weights import LogicalWeights
     from .models.gguf_source import GgufSource
@@ -84,12 +84,8 @@ def open_runnable(path: str | Path, format: str, executor: "ExecutorKind") -> Ru
         name = str(path)
     elif Path(path).suffix == ".gguf" and not os.path.lexists(path):
         raise ModelFormatError(f"{path}: no such file")
-    elif not Path(path, MANIFEST_NAME).exists() and is_foreign(Path(path)):
-        if format == "onnx":
-            raise SettingError(
-                f"{path}: format is 'onnx', but the folder is a checkpoint without ONNX graphs"
-            )
-        return RunnableCheckpoint(ForeignCheckpoint(Path(path)), Path(path))
+    elif (checkpoint := _foreign(Path(path), format)) is not None:
+        return checkpoint
     else:
         artifact = open_artifact(path, format)
         half = artifact.chosen(format, "gptq" if executor == "cpu" else "onnx")
@@ -105,6 +101,19 @@ def open_runnable(path: str | Path, format: str, executor: "ExecutorKind") -> Ru
     source = open_source(name)
     assert isinstance(source, GgufSource)  # folders were tried above
     return RunnableGguf(source, name if isinstance(name, Path) else None)
+
+
+def _foreign(folder: Path, format: str) -> "RunnableCheckpoint | None":
+    """A folder as a quantized checkpoint that somebody else made; None where it is none."""
+    if Path(folder, MANIFEST_NAME).exists():
+        return None
+    from .export.foreign import ForeignCheckpoint, is_foreign
+
+    if not is_foreign(folder):
+        return None
+    if format == "onnx":
+        raise SettingError(f"{folder}: format is 'onnx', but the folder is a checkpoint without ONNX graphs")
+    return RunnableCheckpoint(ForeignCheckpoint(folder), folder)
 
 
 class RunnableArtifact:
@@ -142,7 +151,7 @@ class RunnableCheckpoint:
 
     half: "Half" = "gptq"
 
-    def __init__(self, checkpoint: ForeignCheckpoint, path: Path) -> None:
+    def __init__(self, checkpoint: "ForeignCheckpoint", path: Path) -> None:
         self._checkpoint, self._path = checkpoint, path
         self.weights: LogicalWeights = checkpoint.weights
         self.recipe = checkpoint.recipe
