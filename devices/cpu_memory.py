@@ -86,8 +86,8 @@ def step_bytes(run: RunSettings) -> int:
     return (
         tokens * token
         + _expert_rows(spec, tokens)
-        + rows * (4 * hidden + _quantized(hidden))
-        + (run.threads or run.profile.threads) * _scratch(spec, widest)
+        + rows * _quantized(hidden)
+        + (run.threads or run.profile.threads) * (_scratch(spec, widest) + _copies(hidden, max(hidden, q)))
         + _parts(run)
     )
 
@@ -126,6 +126,11 @@ def _scratch(spec: ModelSpec, widest: int) -> int:
     arrays += [rows * stride, 4 * rows, 2 * rows * 256, 4 * 256, 4 * rows * width, 4 * 32 * width]
     attention = sum(padded(array, 64) for array in arrays)
     return padded(max(attention, PANEL), 4096) + 8 * widest
+
+
+def _copies(hidden: int, columns: int) -> int:
+    """Of one thread, for steps of one token: its residual, and inputs of linear layers."""
+    return 4 * hidden + 3 * padded(columns // 32 * 208, 64)
 
 
 def _parts(run: RunSettings) -> int:

@@ -96,6 +96,7 @@ void Decoder::step(const StepInput& input, float* logits) {
     for (SharedWork& work : work_) work.reset();
     best_tokens_.resize(input.rows);
     plan_.make(input);
+    copies_ = input.tokens == 1 && input.rows <= 1 && stream_ == nullptr && config_.is_mixture.empty();
     if (input.tokens == 0) return;
     if (stream_ != nullptr) return step_with_stream();
     pool_.run(run_of, this);
@@ -118,18 +119,18 @@ void Decoder::run(int thread) {
     StepBuffers& b = buffers_;
     const auto add_mlp = [&](int t, const LayerWeights& w) {
         if (!w.experts.empty()) combine_experts(thread, t);
-        add_residual(t, w.biases[kDown], w.after_mlp);
+        add_residual(thread, t, w.biases[kDown], w.after_mlp);
     };
     if (!embed(thread)) return;
     for (int layer = 0; layer < config_.num_layers; ++layer) {
         LayerWeights& w = weights_.layers[layer];
         SharedWork* work = work_.data() + static_cast<size_t>(layer) * kPhasesPerLayer;
-        each_token(thread, input_->tokens, [&](int t) {
+        each_row(thread, input_->tokens, [&](int t) {
             if (layer > 0) add_mlp(t, weights_.layers[layer - 1]);
             quantize_input(thread, t, w, kQ, 3, normalized(thread, t, w.before_attention));
         });
         if (w.streamed && thread == 0) fetch_layer(w);
-        pool_.barrier();
+        meet();
         if (w.linears[kQ].tiles == nullptr) return;
         linears(thread, w, kQ, 3, b.projected.floats(), b.qkv, work[0]);
         pool_.barrier();
@@ -137,12 +138,11 @@ void Decoder::run(int thread) {
         pool_.barrier();
         attend(thread, layer, work[1]);
         pool_.barrier();
-        each_token(thread, input_->tokens, [&](int t) {
-            merge_attention(t, config_.group_of_layer[layer]);
-            quantize_input(thread, t, w, kO, 1, b.attended.floats() + static_cast<size_t>(t) * b.q);
+        each_row(thread, input_->tokens, [&](int t) {
+            quantize_input(thread, t, w, kO, 1, attended(thread, t, config_.group_of_layer[layer]));
         });
-        pool_.barrier();
-        linears(thread, w, kO, 1, b.projected.floats(), b.hidden, work[2]);
+        meet();
+        linears(thread, w, kO, 1, given(), b.hidden, work[2]);
         pool_.barrier();
         if (w.experts.empty()) {
             run_mlp(thread, w, work + 3);
@@ -153,38 +153,21 @@ void Decoder::run(int thread) {
         if (w.streamed && thread == 0) stream_->release();
         if (w.experts_by_use > 0 && thread == 0) stream_->release_experts();
     }
-    each_token(thread, input_->tokens, [&](int t) { add_mlp(t, weights_.layers.back()); });
+    each_row(thread, input_->tokens, [&](int t) { add_mlp(t, weights_.layers.back()); });
     if (input_->rows == 0) return;
-    pool_.barrier();
+    meet();
     head(thread);
-}
-
-void Decoder::run_mlp(int thread, const LayerWeights& w, SharedWork* work) {
-    StepBuffers& b = buffers_;
-    each_token(thread, input_->tokens, [&](int t) {
-        add_residual(t, w.biases[kO], w.after_attention);
-        quantize_input(thread, t, w, kGate, 2, normalized(thread, t, w.before_mlp));
-    });
-    pool_.barrier();
-    linears(thread, w, kGate, 2, b.projected.floats(), b.gate_up, work[0]);
-    pool_.barrier();
-    each_token(thread, input_->tokens,
-               [&](int t) { quantize_input(thread, t, w, kDown, 1, gated(thread, t, w)); });
-    pool_.barrier();
-    linears(thread, w, kDown, 1, b.projected.floats(), b.hidden, work[1]);
 }
 
 // False where rows of the embedding could not be read.
 bool Decoder::embed(int thread) {
-    StepBuffers& b = buffers_;
     const PackedLinear& embedding = weights_.embedding;
-    const auto residual = [&](int t) { return b.residual.floats() + static_cast<size_t>(t) * b.hidden; };
     if (!weights_.streamed_head) {
-        each_token(thread, input_->tokens, [&](int t) {
+        each_row(thread, input_->tokens, [&](int t) {
             const int id = input_->token_ids[t];
             const uint8_t* tile = embedding.tiles + embedding.tile_bytes() * (id / kTileRows);
-            dequantize_tile_row(embedding, tile, id % kTileRows, residual(t));
-            begin_token(t, residual(t));
+            dequantize_tile_row(embedding, tile, id % kTileRows, residual(thread, t));
+            begin_token(thread, t);
         });
         return true;
     }
@@ -195,8 +178,8 @@ bool Decoder::embed(int thread) {
         pool_.barrier();
         if (rows_ == nullptr) return false;
         for (int i = thread; i < count; i += pool_.running()) {
-            dequantize_row(embedding, rows_ + row_size * i, residual(first + i));
-            begin_token(first + i, residual(first + i));
+            dequantize_row(embedding, rows_ + row_size * i, residual(thread, first + i));
+            begin_token(thread, first + i);
         }
         pool_.barrier();
     }
@@ -204,11 +187,13 @@ bool Decoder::embed(int thread) {
 }
 
 // What a token begins with, once its row of the embedding is there: its scale and its angles of each RoPE.
-void Decoder::begin_token(int t, float* row) {
+void Decoder::begin_token(int thread, int t) {
     StepBuffers& b = buffers_;
+    float* row = residual(thread, t);
     // What pads the last slice stands for no weight, and norms read whole lanes.
     std::fill(row + config_.hidden_size, row + b.hidden, 0.0f);
     if (config_.embedding_scale != 1.0f) kernels_.scale(row, config_.embedding_scale, b.hidden);
+    if (copies_ && thread > 0) return;
     const float position = static_cast<float>(plan_.position_of(t));
     for (size_t rope = 0; rope < config_.ropes.size(); ++rope) {
         const auto& [inv_freq, attention_factor] = config_.ropes[rope];
@@ -227,10 +212,10 @@ void Decoder::begin_token(int t, float* row) {
 // valid until the thread's next row.
 const float* Decoder::normalized(int thread, int t, const std::vector<float>& weight) {
     StepBuffers& b = buffers_;
-    const float* residual = b.residual.floats() + static_cast<size_t>(t) * b.hidden;
-    if (weight.empty()) return residual;
+    const float* row = residual(thread, t);
+    if (weight.empty()) return row;
     float* out = b.row(thread);
-    kernels_.rms_norm(residual, weight.data(), config_.norm_eps, config_.hidden_size, out);
+    kernels_.rms_norm(row, weight.data(), config_.norm_eps, config_.hidden_size, out);
     std::fill(out + round_up(config_.hidden_size, 16), out + b.hidden, 0.0f);
     return out;
 }
@@ -239,14 +224,21 @@ const float* Decoder::normalized(int thread, int t, const std::vector<float>& we
 // share it. The row may be the thread's own.
 void Decoder::quantize_input(int thread, int t, const LayerWeights& layer, LinearIndex first, int count,
                              const float* row) {
-    StepBuffers& b = buffers_;
     const int columns = layer.linears[first].columns;
     for (int i = 0; i < count; ++i) {
-        const std::vector<int32_t>& permutation = layer.permutations[first + i];
-        if (layer.input_slots[first + i] != i) continue;
-        quantize_row(thread, row, permutation, columns, t,
-                     {b.activations[i].data(), input_->tokens, slices_of(columns)});
+        const LinearIndex linear = static_cast<LinearIndex>(first + i);
+        if (layer.input_slots[linear] != i) continue;
+        quantize_row(thread, row, layer.permutations[linear], columns, t, inputs(thread, layer, linear));
     }
+}
+
+// What a linear layer reads.
+Activations Decoder::inputs(int thread, const LayerWeights& layer, LinearIndex linear) const {
+    const int slices = layer.linears[linear].slices(), slot = layer.input_slots[linear];
+    // Inputs of `down` are made while others read those of gate and up.
+    if (linear == kDown) return {buffers_.activations[2].data(), input_->tokens, slices};
+    uint8_t* data = copies_ ? buffers_.copied_inputs(thread, slot) : buffers_.activations[slot].data();
+    return {data, input_->tokens, slices};
 }
 
 // A row in the order that a linear layer has its columns in, quantized as one of its tokens.
@@ -262,56 +254,43 @@ void Decoder::quantize_row(int thread, const float* row, const std::vector<int32
 void Decoder::linears(int thread, const LayerWeights& layer, LinearIndex first, int count, float* out,
                       int stride, SharedWork& work) {
     keep_reading(thread);
-    StepBuffers& b = buffers_;
     LinearJob jobs[3];
     for (int i = 0; i < count; ++i) {
-        const PackedLinear& w = layer.linears[first + i];
-        const Activations input{b.activations[layer.input_slots[first + i]].data(), input_->tokens,
-                                w.slices()};
-        jobs[i] = {&w, input, out, static_cast<size_t>(stride)};
+        const LinearIndex linear = static_cast<LinearIndex>(first + i);
+        const PackedLinear& w = layer.linears[linear];
+        jobs[i] = {&w, inputs(thread, layer, linear), out, static_cast<size_t>(stride)};
         out += round_up(w.rows, kSlice);
     }
-    run_linear_jobs(kernels_, jobs, count, thread, work, b.scratch(thread));
-}
-
-// A token's activation(gate) * up, padded with zeros; valid until the thread's next row.
-const float* Decoder::gated(int thread, int t, const LayerWeights& layer) {
-    StepBuffers& b = buffers_;
-    const int inner = round_up(config_.intermediate_size, 16);
-    float* gate = b.projected.floats() + static_cast<size_t>(t) * b.gate_up;
-    float* up = gate + b.inner;
-    if (!layer.biases[kGate].empty()) kernels_.add(gate, layer.biases[kGate].data(), inner);
-    if (!layer.biases[kUp].empty()) kernels_.add(up, layer.biases[kUp].data(), inner);
-    float* out = b.row(thread);
-    kernels_.gated(gate, up, config_.activation, inner, out);
-    std::fill(out + inner, out + b.inner, 0.0f);
-    return out;
+    run_linear_jobs(kernels_, jobs, count, thread, work, buffers_.scratch(thread));
 }
 
 // A token's residual += its projection (+ bias), normalized and scaled where the model does.
-void Decoder::add_residual(int t, const std::vector<float>& bias, const std::vector<float>& norm) {
+void Decoder::add_residual(int thread, int t, const std::vector<float>& bias,
+                           const std::vector<float>& norm) {
     StepBuffers& b = buffers_;
-    float* y = b.projected.floats() + static_cast<size_t>(t) * b.hidden;
+    float* y = given() + static_cast<size_t>(t) * b.hidden;
     const int n = round_up(config_.hidden_size, 16);
+    if (copies_) {  // other threads read it as well
+        std::copy_n(y, n, b.row(thread));
+        y = b.row(thread);
+    }
     if (!bias.empty()) kernels_.add(y, bias.data(), n);
     if (!norm.empty()) kernels_.rms_norm(y, norm.data(), config_.norm_eps, config_.hidden_size, y);
     if (config_.residual_scale != 1.0f) kernels_.scale(y, config_.residual_scale, n);
-    kernels_.add(b.residual.floats() + static_cast<size_t>(t) * b.hidden, y, n);
+    kernels_.add(residual(thread, t), y, n);
 }
 
 void Decoder::head(int thread) {
     StepBuffers& b = buffers_;
-    const Activations input{b.head_activations.data(), input_->rows, slices_of(config_.hidden_size)};
-    each_token(thread, input_->rows, [&](int r) {
-        float* row = b.picked.floats() + static_cast<size_t>(r) * b.hidden;
-        kernels_.rms_norm(b.residual.floats() + static_cast<size_t>(input_->logit_rows[r]) * b.hidden,
-                          weights_.final_norm.data(), config_.norm_eps, config_.hidden_size, row);
-        kernels_.quantize(row, r, input);
+    uint8_t* quantized = copies_ ? b.copied_inputs(thread, 0) : b.head_activations.data();
+    const Activations input{quantized, input_->rows, slices_of(config_.hidden_size)};
+    each_row(thread, input_->rows, [&](int r) {
+        kernels_.quantize(normalized(thread, input_->logit_rows[r], weights_.final_norm), r, input);
     });
     std::vector<HeadPiece>& pieces = weights_.head_pieces;
     const bool fetches = weights_.streamed_head && thread == 0;
     if (fetches) fetch_head_piece(pieces[0]);
-    pool_.barrier();
+    meet();
     SharedWork* work = work_.data() + static_cast<size_t>(config_.num_layers) * kPhasesPerLayer;
     for (size_t i = 0; i < pieces.size(); ++i) {
         if (pieces[i].linear.tiles == nullptr) return;

@@ -20,6 +20,13 @@
 
 namespace nybble {
 
+// Some heads of a token.
+struct Heads {
+    int begin, end;
+
+    int count() const { return end - begin; }
+};
+
 class Decoder {
   public:
     // `stream` reads what of the weights is streamed.
@@ -52,20 +59,24 @@ class Decoder {
     // The step as one thread sees it: phases with barriers between them.
     void run(int thread);
     bool embed(int thread);
-    void begin_token(int t, float* row);
+    void begin_token(int thread, int t);
     const float* normalized(int thread, int t, const std::vector<float>& weight);
     void quantize_input(int thread, int t, const LayerWeights& layer, LinearIndex first, int count,
                         const float* row);
     void quantize_row(int thread, const float* row, const std::vector<int32_t>& permutation, int columns,
                       int token, Activations out);
+    Activations inputs(int thread, const LayerWeights& layer, LinearIndex linear) const;
     void linears(int thread, const LayerWeights& layer, LinearIndex first, int count, float* out, int stride,
                  SharedWork& work);
     void rotate_and_store(int thread, int layer);
+    void rotate_and_store(int thread, int layer, int t, Heads queries, Heads keys);
     void normalize_heads(const LayerWeights& w, float* q, float* k);
     void attend(int thread, int layer, SharedWork& work);
-    void merge_attention(int t, int group);
+    const float* attended(int thread, int t, int group);
+    // The phases between attention and the next layer, decoder_mlp.cpp.
     void run_mlp(int thread, const LayerWeights& layer, SharedWork* work);
-    const float* gated(int thread, int t, const LayerWeights& layer);
+    void activate(int thread, const LayerWeights& layer);
+    const float* gated(int thread, int t, const LayerWeights& layer, int begin, int end);
     // The phases of a mixture of experts, decoder_experts.cpp; what it gives is summed up by combine_experts.
     // False where experts could not be read.
     bool run_experts(int thread, int layer, SharedWork* work);
@@ -75,7 +86,7 @@ class Decoder {
     void quantize_expert_inner(int thread, const LayerWeights& layer, const ExpertGroup& group, int row);
     void combine_experts(int thread, int t);
     float* expert_row(int t) const;
-    void add_residual(int t, const std::vector<float>& bias, const std::vector<float>& norm);
+    void add_residual(int thread, int t, const std::vector<float>& bias, const std::vector<float>& norm);
     void head(int thread);
     // Of thread 0, before a barrier: streamed weights are there for all threads after it.
     void fetch_layer(LayerWeights& layer);
@@ -89,6 +100,20 @@ class Decoder {
     // Calls function(t) for this thread's share of [0, count).
     template <typename Function>
     void each_token(int thread, int count, Function function);
+    // The same for rows that products read next, which are there for all threads after `meet`: where each
+    // has a copy of the one row it makes all of it, and waits for nobody.
+    template <typename Function>
+    void each_row(int thread, int count, Function function);
+    void meet() {
+        if (!copies_) pool_.barrier();
+    }
+    float* residual(int thread, int t) const {
+        if (copies_) return buffers_.copied_residual(thread);
+        return buffers_.residual.floats() + static_cast<size_t>(t) * buffers_.hidden;
+    }
+    // What attention and MLP give, [tokens][hidden]; of one row not where the products before it wrote, since
+    // other threads may read it when the next product begins.
+    float* given() const { return buffers_.projected.floats() + (copies_ ? buffers_.projected_width() : 0); }
 
     const DecoderConfig config_;
     DecoderWeights weights_;  // of which the places of streamed tiles change
@@ -108,6 +133,9 @@ class Decoder {
     std::vector<const float*> expert_outputs_;  // [threads][experts of a token]
     std::vector<SharedWork> work_;              // one a phase that deals work, the head's pieces last
     const StepInput* input_ = nullptr;
+    // In a step of one token every thread has its residual and quantizes the inputs of products for itself:
+    // that takes less time than to wait for another that does.
+    bool copies_ = false;
     float* logits_ = nullptr;
     std::vector<int32_t> best_tokens_;  // [rows]
 };
@@ -119,6 +147,12 @@ void Decoder::each_token(int thread, int count, Function function) {
     const int begin = blocks * thread / threads * kBlockTokens;
     const int end = std::min(count, blocks * (thread + 1) / threads * kBlockTokens);
     for (int t = begin; t < end; ++t) function(t);
+}
+
+template <typename Function>
+void Decoder::each_row(int thread, int count, Function function) {
+    if (copies_) return function(0);
+    each_token(thread, count, function);
 }
 
 }  // namespace nybble

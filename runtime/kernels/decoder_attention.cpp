@@ -13,44 +13,59 @@ constexpr float kLog2E = 1.44269504f;
 
 // Bias, q/k norm and rotary embedding; keys and values go to the cache, queries are scaled for the softmax.
 void Decoder::rotate_and_store(int thread, int layer) {
+    const Heads queries{0, config_.num_heads}, keys{0, config_.num_kv_heads};
+    const bool apart = config_.qk_norm_per_head && config_.head_dim % 16 == 0;
+    if (input_->tokens > 1 || !apart) {
+        each_token(thread, input_->tokens, [&](int t) { rotate_and_store(thread, layer, t, queries, keys); });
+        return;
+    }
+    // The heads of one token, keys first.
+    const int64_t all = keys.end + queries.end, threads = pool_.running();
+    const int begin = static_cast<int>(all * thread / threads);
+    const int end = static_cast<int>(all * (thread + 1) / threads);
+    rotate_and_store(thread, layer, 0, {std::max(begin - keys.end, 0), std::max(end - keys.end, 0)},
+                     {std::min(begin, keys.end), std::min(end, keys.end)});
+}
+
+void Decoder::rotate_and_store(int thread, int layer, int t, Heads queries, Heads keys) {
     StepBuffers& b = buffers_;
     const LayerWeights& w = weights_.layers[layer];
     const int head_dim = config_.head_dim, rope = config_.rope_of_layer[layer];
     const int half = rope < 0 ? 0 : static_cast<int>(config_.ropes[rope].inv_freq.size());
-    const bool per_head = config_.qk_norm_per_head;
     const int padded = round_up(head_dim, 16), group = config_.group_of_layer[layer];
-    const int32_t* slots = input_->slot_mapping + static_cast<size_t>(group) * input_->tokens;
-    const float scale = config_.softmax_scale * (config_.attention_softcap > 0 ? 1.0f : kLog2E);
-    uint8_t* layer_pages = pages(layer);
+    const int32_t slot = input_->slot_mapping[static_cast<size_t>(group) * input_->tokens + t];
     float* row = reinterpret_cast<float*>(b.scratch(thread));
-    std::fill_n(row, padded, 0.0f);
-    const auto prepare = [&](float* head, const std::vector<float>& norm, int t) {
-        if (!norm.empty() && per_head) {
+    float* q = b.projected.floats() + static_cast<size_t>(t) * b.qkv;
+    float *k = q + b.q, *v = k + b.kv;
+    const auto add_bias = [&](float* x, const std::vector<float>& bias, Heads heads) {
+        if (bias.empty()) return;
+        const int at = heads.begin * head_dim;
+        kernels_.add(x + at, bias.data() + at, round_up(heads.count() * head_dim, 16));
+    };
+    const auto prepare = [&](float* head, const std::vector<float>& norm) {
+        if (!norm.empty() && config_.qk_norm_per_head) {
+            std::fill_n(row, padded, 0.0f);
             std::memcpy(row, head, head_dim * sizeof(float));
             kernels_.rms_norm(row, norm.data(), config_.norm_eps, head_dim, row);
             std::memcpy(head, row, head_dim * sizeof(float));
         }
         if (rope >= 0) kernels_.rope(head, b.cos_of(t, rope), b.sin_of(t, rope), half);
     };
-    each_token(thread, input_->tokens, [&](int t) {
-        float* q = b.projected.floats() + static_cast<size_t>(t) * b.qkv;
-        float* k = q + b.q;
-        float* v = k + b.kv;
-        if (!w.biases[kQ].empty()) kernels_.add(q, w.biases[kQ].data(), b.q);
-        if (!w.biases[kK].empty()) kernels_.add(k, w.biases[kK].data(), b.kv);
-        if (!w.biases[kV].empty()) kernels_.add(v, w.biases[kV].data(), b.kv);
-        if (!per_head) normalize_heads(w, q, k);
-        for (int h = 0; h < config_.num_heads; ++h) prepare(q + h * head_dim, w.q_norm, t);
-        kernels_.scale(q, scale, b.q);
-        const int32_t slot = slots[t];
-        for (int h = 0; h < config_.num_kv_heads; ++h) {
-            prepare(k + h * head_dim, w.k_norm, t);
-            if (slot < 0) continue;
-            uint8_t* page = layer_pages + static_cast<size_t>(slot / kPageTokens) * kv_shape_.page_bytes() +
-                            static_cast<size_t>(h) * kv_shape_.head_bytes();
-            kernels_.store_kv(kv_shape_, page, slot % kPageTokens, k + h * head_dim, v + h * head_dim);
-        }
-    });
+    add_bias(q, w.biases[kQ], queries);
+    add_bias(k, w.biases[kK], keys);
+    add_bias(v, w.biases[kV], keys);
+    if (!config_.qk_norm_per_head) normalize_heads(w, q, k);
+    for (int h = queries.begin; h < queries.end; ++h) prepare(q + h * head_dim, w.q_norm);
+    kernels_.scale(q + queries.begin * head_dim,
+                   config_.softmax_scale * (config_.attention_softcap > 0 ? 1.0f : kLog2E),
+                   round_up(queries.count() * head_dim, 16));
+    for (int h = keys.begin; h < keys.end; ++h) {
+        prepare(k + h * head_dim, w.k_norm);
+        if (slot < 0) continue;
+        uint8_t* page = pages(layer) + static_cast<size_t>(slot / kPageTokens) * kv_shape_.page_bytes() +
+                        static_cast<size_t>(h) * kv_shape_.head_bytes();
+        kernels_.store_kv(kv_shape_, page, slot % kPageTokens, k + h * head_dim, v + h * head_dim);
+    }
 }
 
 // A token's queries and keys, all heads of each together; their padding is zero.
@@ -106,12 +121,18 @@ void Decoder::attend(int thread, int layer, SharedWork& work) {
     });
 }
 
-// Merges a token's row where its sequence's attention was split over segments.
-void Decoder::merge_attention(int t, int group) {
+// A token's row of what attention gives, merged where its sequence's attention was split over segments; may
+// be the thread's own.
+const float* Decoder::attended(int thread, int t, int group) {
     StepBuffers& b = buffers_;
     const int sequence = plan_.sequence_of(t);
     const SegmentRange segments = plan_.parts_of(group, sequence);
-    if (segments.begin == segments.end) return;
+    float* row = b.attended.floats() + static_cast<size_t>(t) * b.q;
+    if (segments.begin == segments.end) return row;
+    if (copies_) {
+        row = b.row(thread);
+        std::fill(row + config_.num_heads * config_.head_dim, row + b.q, 0.0f);
+    }
     const int head_dim = config_.head_dim, padded = round_up(head_dim, 16);
     const int heads_per_group = config_.num_heads / config_.num_kv_heads;
     const auto* parts = reinterpret_cast<const SoftmaxPart*>(b.parts.data());
@@ -119,8 +140,9 @@ void Decoder::merge_attention(int t, int group) {
         const size_t part = b.first_part(sequence, h / heads_per_group);
         kernels_.merge_parts(parts + part, b.part_values.floats() + part * padded, segments.begin,
                              segments.end, heads_per_group, h % heads_per_group, head_dim,
-                             b.attended.floats() + static_cast<size_t>(t) * b.q + h * head_dim);
+                             row + h * head_dim);
     }
+    return row;
 }
 
 }  // namespace nybble

@@ -25,7 +25,7 @@ bool Decoder::run_experts(int thread, int layer, SharedWork* work) {
     StepBuffers& b = buffers_;
     const int tokens = input_->tokens, experts = config_.mixture.experts;
     each_token(thread, tokens, [&](int t) {
-        add_residual(t, w.biases[kO], w.after_attention);
+        add_residual(thread, t, w.biases[kO], w.after_attention);
         std::copy_n(normalized(thread, t, w.before_mlp), b.hidden, expert_row(t));
     });
     pool_.barrier();

@@ -27,9 +27,12 @@ StepBuffers::StepBuffers(const DecoderConfig& config, const StepPlan& plan, int 
       part_width_(round_up(config.head_dim, 16)),
       rotary_begin_(begins(config.ropes)),
       parts_of_head_(static_cast<size_t>(plan.max_segments()) * (config.num_heads / config.num_kv_heads)),
-      scratch_bytes_((scratch_bytes + 4095) / 4096 * 4096) {
+      scratch_bytes_((scratch_bytes + 4095) / 4096 * 4096),
+      copied_input_bytes_(round_up(slices_of(std::max(hidden, q)) * kActivationBytes, 64)),
+      copy_bytes_(hidden * sizeof(float) + 3 * copied_input_bytes_) {
     scratch_.allocate(scratch_bytes_ * threads);
     rows_of_threads_.allocate(sizeof(float) * 2 * widest_ * threads);
+    copies_.allocate(copy_bytes_ * threads);
 }
 
 // A size counts only once all its buffers are there: after a failure the next step makes them again.
@@ -56,16 +59,15 @@ void StepBuffers::reserve(int tokens, int sequences, int rows) {
     if (rows > rows_) {
         const size_t r = round_up(rows, kBlockTokens);
         rows_ = 0;
-        picked.allocate(r * hidden * sizeof(float));
         head_activations.allocate(r * slices_of(hidden) * kActivation);
         rows_ = static_cast<int>(r);
     }
 }
 
 size_t StepBuffers::bytes() const {
-    size_t total = scratch_.bytes() + rows_of_threads_.bytes();
+    size_t total = scratch_.bytes() + rows_of_threads_.bytes() + copies_.bytes();
     for (const AlignedBuffer* buffer :
-         {&residual, &projected, &attended, &picked, &head_activations, &cos, &sin, &parts, &part_values}) {
+         {&residual, &projected, &attended, &head_activations, &cos, &sin, &parts, &part_values}) {
         total += buffer->bytes();
     }
     for (const AlignedBuffer& buffer : activations) total += buffer.bytes();

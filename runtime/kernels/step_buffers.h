@@ -29,6 +29,16 @@ class StepBuffers {
         return rows_of_threads_.floats() + static_cast<size_t>(2 * thread) * widest_;
     }
     float* permuted(int thread) const { return row(thread) + widest_; }
+    // A thread's copies of the row of a step of one token: its residual [hidden], and quantized inputs, one a
+    // permutation.
+    float* copied_residual(int thread) const {
+        return reinterpret_cast<float*>(copies_.data() + copy_bytes_ * thread);
+    }
+    uint8_t* copied_inputs(int thread, int slot) const {
+        return copies_.data() + copy_bytes_ * thread + hidden * sizeof(float) + copied_input_bytes_ * slot;
+    }
+    // Elements from one token to the next in `projected` where each has the most.
+    int projected_width() const { return projected_; }
     // The first part of a sequence and KV head; its parts are [segments][heads of the group].
     size_t first_part(int sequence, int head) const {
         return (static_cast<size_t>(sequence) * num_kv_heads_ + head) * parts_of_head_;
@@ -43,9 +53,9 @@ class StepBuffers {
     AlignedBuffer residual;   // [tokens][hidden]
     AlignedBuffer projected;  // [tokens][qkv, hidden or gate_up]: what linear layers gave
     AlignedBuffer attended;   // [tokens][q]
-    AlignedBuffer picked;     // [rows][hidden]
-    AlignedBuffer activations[3], head_activations;  // quantized inputs: one a permutation; the head's
-    AlignedBuffer cos, sin;                          // [tokens][rotary_dim / 2 of each RoPE]
+    // Quantized inputs: one a permutation, the last also those of `down`; the head's.
+    AlignedBuffer activations[3], head_activations;
+    AlignedBuffer cos, sin;  // [tokens][rotary_dim / 2 of each RoPE]
     // For the longest context there can be; what is used of them is all that becomes resident.
     AlignedBuffer parts;        // SoftmaxPart
     AlignedBuffer part_values;  // [parts][head_dim rounded up to 16]
@@ -57,9 +67,9 @@ class StepBuffers {
 
     const int num_kv_heads_, widest_, projected_, part_width_;
     const std::vector<int> rotary_begin_;  // of each RoPE in a token's row, and the row's end
-    const size_t parts_of_head_, scratch_bytes_;
+    const size_t parts_of_head_, scratch_bytes_, copied_input_bytes_, copy_bytes_;
     int tokens_ = 0, sequences_ = 0, rows_ = 0;
-    AlignedBuffer scratch_, rows_of_threads_;
+    AlignedBuffer scratch_, rows_of_threads_, copies_;
 };
 
 }  // namespace nybble
