@@ -23,6 +23,10 @@ namespace NYBBLE_ISA {
 // In the order they use each other.
 // clang-format off
 #include "../ops/elementwise.h"
+#include "../ops/activations.h"
+#include "../ops/tiles.h"
+#include "../ops/linear_rows.h"
+#include "../ops/linear_panel.h"
 #include "../ops/linear.h"
 #include "../ops/kv_page.h"
 #include "../ops/softmax.h"

@@ -1,0 +1,145 @@
+// The matrix product for one token or a few: weights are read once. Included inside the namespace of an
+// instruction set.
+
+// The headers and slices of kStreams rows of tiles that lie side by side.
+template <WeightKind kKind, int kStreams>
+struct TileStreams {
+    static constexpr int kPrefetchBytes = 4096;
+
+    TileStreams(const PackedLinear& w, int tile)
+        : header_bytes(w.header_bytes()),
+          slice_bytes(w.slice_bytes()),
+          slices_per_group(w.slices_per_group),
+          to_next_run(static_cast<size_t>(kStreams - 1) * w.tile_bytes()) {
+        for (int n = 0; n < kStreams; ++n) p[n] = w.tiles + (tile + n) * w.tile_bytes();
+        tail = p[0] + w.tile_bytes() - kPrefetchBytes;
+    }
+
+    // Goes on to the next slice: `at[n]` is where stream n has it, `header[n]` that of its group.
+    void next() {
+        if (left == 0) {
+            for (int n = 0; n < kStreams; ++n) {
+                header[n] = read_header<kKind>(p[n]);
+                p[n] += header_bytes;
+            }
+            left = slices_per_group;
+        }
+        --left;
+        // Near its end a tile is followed by one of the next run.
+        const size_t ahead = kPrefetchBytes + (p[0] >= tail ? to_next_run : 0);
+#pragma GCC unroll 4
+        for (int n = 0; n < kStreams; ++n) {
+            at[n] = p[n];
+            for (int line = 0; line < slice_bytes; line += 64) prefetch(p[n] + ahead + line);
+            p[n] += slice_bytes;
+        }
+    }
+
+    const uint8_t* at[kStreams];
+    Header header[kStreams] = {};
+
+  private:
+    const uint8_t* p[kStreams];
+    const uint8_t* tail;
+    const int header_bytes, slice_bytes, slices_per_group;
+    const size_t to_next_run;
+    int left = 0;
+};
+
+// One token and one row of tiles: weights are unpacked 64 bytes at a time and used at once.
+template <int kBits, WeightKind kKind>
+inline void one_token(const PackedLinear& w, Activations x, int token, float* y, size_t stride, int tile) {
+    TileStreams<kKind, 1> stream(w, tile);
+    const int slices = w.slices(), place = token % kBlockTokens;
+    const uint8_t* block = x.block(token / kBlockTokens);
+    F32 acc = zero();
+    for (int s = 0; s < slices; ++s, block += kActivationBytes) {
+        stream.next();
+        const TokenSlice input{block, place};
+        const int8_t* q = input.codes();
+        I32 even = initial<kBits, kKind>(input, stream.header[0]), odd = set1(0);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+            Bytes weights[2];
+            unpack_pair<kBits, kKind>(stream.at[0], j, weights);
+            even = dot4<kWholeBytes<kBits, kKind>>(even, weights[0], broadcast4(q + j * 8));
+            odd = dot4<kWholeBytes<kBits, kKind>>(odd, weights[1], broadcast4(q + j * 8 + 4));
+        }
+        acc = accumulate<kKind>(acc, add(even, odd), input, stream.header[0]);
+    }
+    store(y + token * stride + tile * kTileRows, acc);
+}
+
+// A few tokens, the first of a block (or one alone). A slice is unpacked into registers and stays there for
+// all tokens; an activation is broadcast once for all streams.
+template <int kBits, WeightKind kKind, int kStreams, int kTokens>
+inline void few_tokens(const PackedLinear& w, Activations x, int token, float* y, size_t stride, int tile) {
+    TileStreams<kKind, kStreams> streams(w, tile);
+    const int slices = w.slices();
+    const size_t block_stride = static_cast<size_t>(x.slices) * kActivationBytes;
+    const uint8_t* block = x.block(token / kBlockTokens);
+    F32 acc[kTokens][kStreams];
+    for (int i = 0; i < kTokens; ++i) {
+        for (int n = 0; n < kStreams; ++n) acc[i][n] = zero();
+    }
+    for (int s = 0; s < slices; ++s, block += kActivationBytes) {
+        streams.next();
+        Bytes weights[kStreams][8];
+#pragma GCC unroll 4
+        for (int n = 0; n < kStreams; ++n) unpack_slice<kBits, kKind>(streams.at[n], weights[n]);
+#pragma GCC unroll 8
+        for (int i = 0; i < kTokens; ++i) {
+            const TokenSlice input{block + i / kBlockTokens * block_stride, i % kBlockTokens};
+            const int8_t* q = input.codes();
+            I32 dot[kStreams];
+#pragma GCC unroll 4
+            for (int n = 0; n < kStreams; ++n) {
+                dot[n] = initial<kBits, kKind>(input, streams.header[n]);
+            }
+#pragma GCC unroll 8
+            for (int j = 0; j < 8; ++j) {
+                const Bytes activation = broadcast4(q + j * 4);
+#pragma GCC unroll 4
+                for (int n = 0; n < kStreams; ++n) {
+                    dot[n] = dot4<kWholeBytes<kBits, kKind>>(dot[n], weights[n][j], activation);
+                }
+            }
+#pragma GCC unroll 4
+            for (int n = 0; n < kStreams; ++n) {
+                acc[i][n] = accumulate<kKind>(acc[i][n], dot[n], input, streams.header[n]);
+            }
+        }
+    }
+    for (int i = 0; i < kTokens; ++i) {
+        for (int n = 0; n < kStreams; ++n)
+            store(y + (token + i) * stride + (tile + n) * kTileRows, acc[i][n]);
+    }
+}
+
+template <int kBits, WeightKind kKind, int kStreams>
+inline void few_tokens_tiles(const PackedLinear& w, Activations x, float* y, size_t stride, int tile) {
+    int token = 0;
+    for (; token + kFewTokens <= x.tokens; token += kFewTokens)
+        few_tokens<kBits, kKind, kStreams, kFewTokens>(w, x, token, y, stride, tile);
+    const int rest = x.tokens - token;
+    if constexpr (kFewTokens > 4) {
+        if (rest & 4) few_tokens<kBits, kKind, kStreams, 4>(w, x, token, y, stride, tile), token += 4;
+    }
+    if (rest & 2) few_tokens<kBits, kKind, kStreams, 2>(w, x, token, y, stride, tile), token += 2;
+    if (rest & 1) {
+        for (int n = 0; n < kStreams; ++n) one_token<kBits, kKind>(w, x, token, y, stride, tile + n);
+    }
+}
+
+template <int kBits, WeightKind kKind>
+void linear_rows_of(const PackedLinear& w, Activations x, float* y, size_t stride, int tile_begin,
+                    int tile_end) {
+    int tile = tile_begin;
+    if (x.tokens == 1) {
+        for (; tile < tile_end; ++tile) one_token<kBits, kKind>(w, x, 0, y, stride, tile);
+        return;
+    }
+    for (; tile + kFewStreams <= tile_end; tile += kFewStreams)
+        few_tokens_tiles<kBits, kKind, kFewStreams>(w, x, y, stride, tile);
+    for (; tile < tile_end; ++tile) few_tokens_tiles<kBits, kKind, 1>(w, x, y, stride, tile);
+}
