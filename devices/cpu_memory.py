@@ -86,7 +86,7 @@ def step_bytes(run: RunSettings) -> int:
     return (
         tokens * token
         + _expert_rows(spec, tokens)
-        + rows * _quantized(hidden)
+        + rows * (4 * hidden + _quantized(hidden))
         + (run.threads or run.profile.threads) * (_scratch(spec, widest) + _copies(hidden, max(hidden, q)))
         + _parts(run)
     )

@@ -215,7 +215,8 @@ def _per_token(energy: Energy, tokens: int) -> float | None:
 
 def linear_operations(spec: ModelSpec, tokens: int, rows: int) -> int:
     """Multiplications and additions of the linear layers for `tokens` tokens, of a mixture's experts those
-    that a token chooses, and of the head for `rows`."""
+    that a token chooses, and of the head for `rows`: what the model has, though our kernels leave out what
+    the last layer would do for tokens whose logits nobody wants."""
     weights = sum(
         linear.out_features * linear.in_features
         for layer in range(spec.num_layers)

@@ -97,6 +97,9 @@ void Decoder::step(const StepInput& input, float* logits) {
     best_tokens_.resize(input.rows);
     plan_.make(input);
     copies_ = input.tokens == 1 && input.rows <= 1 && stream_ == nullptr && config_.is_mixture.empty();
+    picks_ = input.rows < input.tokens && stream_ == nullptr && weights_.layers.back().experts.empty();
+    all_ = {buffers_.residual.floats(), input.tokens, nullptr};
+    wanted_ = {buffers_.picked.floats(), input.rows, input.logit_rows};
     if (input.tokens == 0) return;
     if (stream_ != nullptr) return step_with_stream();
     pool_.run(run_of, this);
@@ -117,35 +120,42 @@ void Decoder::run_of(void* self, int thread) { static_cast<Decoder*>(self)->run(
 void Decoder::run(int thread) {
     const FloatControl control;
     StepBuffers& b = buffers_;
-    const auto add_mlp = [&](int t, const LayerWeights& w) {
-        if (!w.experts.empty()) combine_experts(thread, t);
-        add_residual(thread, t, w.biases[kDown], w.after_mlp);
+    const StepRows& last = picks_ ? wanted_ : all_;
+    const auto add_mlp = [&](const StepRows& rows, int r, const LayerWeights& w) {
+        if (!w.experts.empty()) combine_experts(thread, r);
+        add_residual(thread, rows, r, w.biases[kDown], w.after_mlp);
     };
     if (!embed(thread)) return;
     for (int layer = 0; layer < config_.num_layers; ++layer) {
         LayerWeights& w = weights_.layers[layer];
         SharedWork* work = work_.data() + static_cast<size_t>(layer) * kPhasesPerLayer;
         each_row(thread, input_->tokens, [&](int t) {
-            if (layer > 0) add_mlp(t, weights_.layers[layer - 1]);
-            quantize_input(thread, t, w, kQ, 3, normalized(thread, t, w.before_attention));
+            if (layer > 0) add_mlp(all_, t, weights_.layers[layer - 1]);
+            quantize_input(thread, all_, t, w, kQ, 3, normalized(thread, all_, t, w.before_attention));
         });
         if (w.streamed && thread == 0) fetch_layer(w);
         meet();
         if (w.linears[kQ].tiles == nullptr) return;
-        linears(thread, w, kQ, 3, b.projected.floats(), b.qkv, work[0]);
+        linears(thread, all_, w, kQ, 3, b.projected.floats(), b.qkv, work[0]);
         pool_.barrier();
         rotate_and_store(thread, layer);
+        // The last layer's keys and values are those of all tokens; what comes after is of those asked for.
+        const StepRows& rows = layer + 1 == config_.num_layers ? last : all_;
+        if (rows.count == 0) return;
         pool_.barrier();
-        attend(thread, layer, work[1]);
+        attend(thread, layer, rows, work[1]);
         pool_.barrier();
-        each_row(thread, input_->tokens, [&](int t) {
-            quantize_input(thread, t, w, kO, 1, attended(thread, t, config_.group_of_layer[layer]));
+        each_row(thread, rows.count, [&](int r) {
+            const int t = rows.token(r);
+            if (&rows == &wanted_)
+                std::copy_n(residual(thread, all_, t), b.hidden, residual(thread, rows, r));
+            quantize_input(thread, rows, r, w, kO, 1, attended(thread, t, config_.group_of_layer[layer]));
         });
         meet();
-        linears(thread, w, kO, 1, given(), b.hidden, work[2]);
+        linears(thread, rows, w, kO, 1, given(), b.hidden, work[2]);
         pool_.barrier();
         if (w.experts.empty()) {
-            run_mlp(thread, w, work + 3);
+            run_mlp(thread, rows, w, work + 3);
         } else {
             if (!run_experts(thread, layer, work + 3)) return;
         }
@@ -153,7 +163,7 @@ void Decoder::run(int thread) {
         if (w.streamed && thread == 0) stream_->release();
         if (w.experts_by_use > 0 && thread == 0) stream_->release_experts();
     }
-    each_row(thread, input_->tokens, [&](int t) { add_mlp(t, weights_.layers.back()); });
+    each_row(thread, last.count, [&](int r) { add_mlp(last, r, weights_.layers.back()); });
     if (input_->rows == 0) return;
     meet();
     head(thread);
@@ -166,7 +176,7 @@ bool Decoder::embed(int thread) {
         each_row(thread, input_->tokens, [&](int t) {
             const int id = input_->token_ids[t];
             const uint8_t* tile = embedding.tiles + embedding.tile_bytes() * (id / kTileRows);
-            dequantize_tile_row(embedding, tile, id % kTileRows, residual(thread, t));
+            dequantize_tile_row(embedding, tile, id % kTileRows, residual(thread, all_, t));
             begin_token(thread, t);
         });
         return true;
@@ -178,7 +188,7 @@ bool Decoder::embed(int thread) {
         pool_.barrier();
         if (rows_ == nullptr) return false;
         for (int i = thread; i < count; i += pool_.running()) {
-            dequantize_row(embedding, rows_ + row_size * i, residual(thread, first + i));
+            dequantize_row(embedding, rows_ + row_size * i, residual(thread, all_, first + i));
             begin_token(thread, first + i);
         }
         pool_.barrier();
@@ -189,7 +199,7 @@ bool Decoder::embed(int thread) {
 // What a token begins with, once its row of the embedding is there: its scale and its angles of each RoPE.
 void Decoder::begin_token(int thread, int t) {
     StepBuffers& b = buffers_;
-    float* row = residual(thread, t);
+    float* row = residual(thread, all_, t);
     // What pads the last slice stands for no weight, and norms read whole lanes.
     std::fill(row + config_.hidden_size, row + b.hidden, 0.0f);
     if (config_.embedding_scale != 1.0f) kernels_.scale(row, config_.embedding_scale, b.hidden);
@@ -208,11 +218,11 @@ void Decoder::begin_token(int thread, int t) {
     }
 }
 
-// RMSNorm of a token's residual, or the residual itself where there is no weight; padded with zeros, and
-// valid until the thread's next row.
-const float* Decoder::normalized(int thread, int t, const std::vector<float>& weight) {
+// RMSNorm of a row's residual, or the residual itself where there is no weight; padded with zeros, and valid
+// until the thread's next row.
+const float* Decoder::normalized(int thread, const StepRows& rows, int r, const std::vector<float>& weight) {
     StepBuffers& b = buffers_;
-    const float* row = residual(thread, t);
+    const float* row = residual(thread, rows, r);
     if (weight.empty()) return row;
     float* out = b.row(thread);
     kernels_.rms_norm(row, weight.data(), config_.norm_eps, config_.hidden_size, out);
@@ -220,25 +230,27 @@ const float* Decoder::normalized(int thread, int t, const std::vector<float>& we
     return out;
 }
 
-// Quantizes a token's row as the input of `count` linear layers from `first`; those with the same permutation
-// share it. The row may be the thread's own.
-void Decoder::quantize_input(int thread, int t, const LayerWeights& layer, LinearIndex first, int count,
-                             const float* row) {
+// Quantizes a row as the input of `count` linear layers from `first`; those with the same permutation share
+// it. The row may be the thread's own.
+void Decoder::quantize_input(int thread, const StepRows& rows, int r, const LayerWeights& layer,
+                             LinearIndex first, int count, const float* row) {
     const int columns = layer.linears[first].columns;
     for (int i = 0; i < count; ++i) {
         const LinearIndex linear = static_cast<LinearIndex>(first + i);
         if (layer.input_slots[linear] != i) continue;
-        quantize_row(thread, row, layer.permutations[linear], columns, t, inputs(thread, layer, linear));
+        quantize_row(thread, row, layer.permutations[linear], columns, r,
+                     inputs(thread, rows, layer, linear));
     }
 }
 
 // What a linear layer reads.
-Activations Decoder::inputs(int thread, const LayerWeights& layer, LinearIndex linear) const {
+Activations Decoder::inputs(int thread, const StepRows& rows, const LayerWeights& layer,
+                            LinearIndex linear) const {
     const int slices = layer.linears[linear].slices(), slot = layer.input_slots[linear];
     // Inputs of `down` are made while others read those of gate and up.
-    if (linear == kDown) return {buffers_.activations[2].data(), input_->tokens, slices};
+    if (linear == kDown) return {buffers_.activations[2].data(), rows.count, slices};
     uint8_t* data = copies_ ? buffers_.copied_inputs(thread, slot) : buffers_.activations[slot].data();
-    return {data, input_->tokens, slices};
+    return {data, rows.count, slices};
 }
 
 // A row in the order that a linear layer has its columns in, quantized as one of its tokens.
@@ -251,24 +263,24 @@ void Decoder::quantize_row(int thread, const float* row, const std::vector<int32
     kernels_.quantize(permuted, token, out);
 }
 
-void Decoder::linears(int thread, const LayerWeights& layer, LinearIndex first, int count, float* out,
-                      int stride, SharedWork& work) {
+void Decoder::linears(int thread, const StepRows& rows, const LayerWeights& layer, LinearIndex first,
+                      int count, float* out, int stride, SharedWork& work) {
     keep_reading(thread);
     LinearJob jobs[3];
     for (int i = 0; i < count; ++i) {
         const LinearIndex linear = static_cast<LinearIndex>(first + i);
         const PackedLinear& w = layer.linears[linear];
-        jobs[i] = {&w, inputs(thread, layer, linear), out, static_cast<size_t>(stride)};
+        jobs[i] = {&w, inputs(thread, rows, layer, linear), out, static_cast<size_t>(stride)};
         out += round_up(w.rows, kSlice);
     }
     run_linear_jobs(kernels_, jobs, count, thread, work, buffers_.scratch(thread));
 }
 
-// A token's residual += its projection (+ bias), normalized and scaled where the model does.
-void Decoder::add_residual(int thread, int t, const std::vector<float>& bias,
+// A row's residual += its projection (+ bias), normalized and scaled where the model does.
+void Decoder::add_residual(int thread, const StepRows& rows, int r, const std::vector<float>& bias,
                            const std::vector<float>& norm) {
     StepBuffers& b = buffers_;
-    float* y = given() + static_cast<size_t>(t) * b.hidden;
+    float* y = given() + static_cast<size_t>(r) * b.hidden;
     const int n = round_up(config_.hidden_size, 16);
     if (copies_) {  // other threads read it as well
         std::copy_n(y, n, b.row(thread));
@@ -277,7 +289,7 @@ void Decoder::add_residual(int thread, int t, const std::vector<float>& bias,
     if (!bias.empty()) kernels_.add(y, bias.data(), n);
     if (!norm.empty()) kernels_.rms_norm(y, norm.data(), config_.norm_eps, config_.hidden_size, y);
     if (config_.residual_scale != 1.0f) kernels_.scale(y, config_.residual_scale, n);
-    kernels_.add(residual(thread, t), y, n);
+    kernels_.add(residual(thread, rows, r), y, n);
 }
 
 void Decoder::head(int thread) {
@@ -285,7 +297,9 @@ void Decoder::head(int thread) {
     uint8_t* quantized = copies_ ? b.copied_inputs(thread, 0) : b.head_activations.data();
     const Activations input{quantized, input_->rows, slices_of(config_.hidden_size)};
     each_row(thread, input_->rows, [&](int r) {
-        kernels_.quantize(normalized(thread, input_->logit_rows[r], weights_.final_norm), r, input);
+        const float* row = picks_ ? normalized(thread, wanted_, r, weights_.final_norm)
+                                  : normalized(thread, all_, input_->logit_rows[r], weights_.final_norm);
+        kernels_.quantize(row, r, input);
     });
     std::vector<HeadPiece>& pieces = weights_.head_pieces;
     const bool fetches = weights_.streamed_head && thread == 0;

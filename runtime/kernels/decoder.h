@@ -20,6 +20,20 @@
 
 namespace nybble {
 
+// Rows of a step that a phase works on: all tokens, or some of them.
+struct StepRows {
+    float* residual = nullptr;  // [count][hidden]
+    int count = 0;
+    const int32_t* tokens = nullptr;  // which they are; null is all
+
+    int token(int r) const { return tokens == nullptr ? r : tokens[r]; }
+    // Whether one of `size` tokens from `first` is among them.
+    bool any_of(int first, int size) const {
+        return tokens == nullptr ||
+               std::any_of(tokens, tokens + count, [&](int32_t t) { return t >= first && t < first + size; });
+    }
+};
+
 // Some heads of a token.
 struct Heads {
     int begin, end;
@@ -60,23 +74,23 @@ class Decoder {
     void run(int thread);
     bool embed(int thread);
     void begin_token(int thread, int t);
-    const float* normalized(int thread, int t, const std::vector<float>& weight);
-    void quantize_input(int thread, int t, const LayerWeights& layer, LinearIndex first, int count,
-                        const float* row);
+    const float* normalized(int thread, const StepRows& rows, int r, const std::vector<float>& weight);
+    void quantize_input(int thread, const StepRows& rows, int r, const LayerWeights& layer, LinearIndex first,
+                        int count, const float* row);
     void quantize_row(int thread, const float* row, const std::vector<int32_t>& permutation, int columns,
                       int token, Activations out);
-    Activations inputs(int thread, const LayerWeights& layer, LinearIndex linear) const;
-    void linears(int thread, const LayerWeights& layer, LinearIndex first, int count, float* out, int stride,
-                 SharedWork& work);
+    Activations inputs(int thread, const StepRows& rows, const LayerWeights& layer, LinearIndex linear) const;
+    void linears(int thread, const StepRows& rows, const LayerWeights& layer, LinearIndex first, int count,
+                 float* out, int stride, SharedWork& work);
     void rotate_and_store(int thread, int layer);
     void rotate_and_store(int thread, int layer, int t, Heads queries, Heads keys);
     void normalize_heads(const LayerWeights& w, float* q, float* k);
-    void attend(int thread, int layer, SharedWork& work);
+    void attend(int thread, int layer, const StepRows& rows, SharedWork& work);
     const float* attended(int thread, int t, int group);
     // The phases between attention and the next layer, decoder_mlp.cpp.
-    void run_mlp(int thread, const LayerWeights& layer, SharedWork* work);
-    void activate(int thread, const LayerWeights& layer);
-    const float* gated(int thread, int t, const LayerWeights& layer, int begin, int end);
+    void run_mlp(int thread, const StepRows& rows, const LayerWeights& layer, SharedWork* work);
+    void activate(int thread, const StepRows& rows, const LayerWeights& layer);
+    const float* gated(int thread, int r, const LayerWeights& layer, int begin, int end);
     // The phases of a mixture of experts, decoder_experts.cpp; what it gives is summed up by combine_experts.
     // False where experts could not be read.
     bool run_experts(int thread, int layer, SharedWork* work);
@@ -86,7 +100,8 @@ class Decoder {
     void quantize_expert_inner(int thread, const LayerWeights& layer, const ExpertGroup& group, int row);
     void combine_experts(int thread, int t);
     float* expert_row(int t) const;
-    void add_residual(int thread, int t, const std::vector<float>& bias, const std::vector<float>& norm);
+    void add_residual(int thread, const StepRows& rows, int r, const std::vector<float>& bias,
+                      const std::vector<float>& norm);
     void head(int thread);
     // Of thread 0, before a barrier: streamed weights are there for all threads after it.
     void fetch_layer(LayerWeights& layer);
@@ -107,9 +122,9 @@ class Decoder {
     void meet() {
         if (!copies_) pool_.barrier();
     }
-    float* residual(int thread, int t) const {
+    float* residual(int thread, const StepRows& rows, int r) const {
         if (copies_) return buffers_.copied_residual(thread);
-        return buffers_.residual.floats() + static_cast<size_t>(t) * buffers_.hidden;
+        return rows.residual + static_cast<size_t>(r) * buffers_.hidden;
     }
     // What attention and MLP give, [tokens][hidden]; of one row not where the products before it wrote, since
     // other threads may read it when the next product begins.
@@ -136,6 +151,9 @@ class Decoder {
     // In a step of one token every thread has its residual and quantizes the inputs of products for itself:
     // that takes less time than to wait for another that does.
     bool copies_ = false;
+    // Whether the last layer goes on after attention with the rows whose logits are wanted alone.
+    bool picks_ = false;
+    StepRows all_, wanted_;
     float* logits_ = nullptr;
     std::vector<int32_t> best_tokens_;  // [rows]
 };

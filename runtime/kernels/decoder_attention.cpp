@@ -75,7 +75,7 @@ void Decoder::normalize_heads(const LayerWeights& w, float* q, float* k) {
     kernels_.rms_norm(k, w.k_norm.data(), config_.norm_eps, config_.num_kv_heads * head_dim, k);
 }
 
-void Decoder::attend(int thread, int layer, SharedWork& work) {
+void Decoder::attend(int thread, int layer, const StepRows& rows, SharedWork& work) {
     StepBuffers& b = buffers_;
     const int group = config_.group_of_layer[layer], head_dim = config_.head_dim;
     const int heads_per_group = config_.num_heads / config_.num_kv_heads, padded = round_up(head_dim, 16);
@@ -85,6 +85,7 @@ void Decoder::attend(int thread, int layer, SharedWork& work) {
     work.run_in_order(static_cast<int>(items.size()), [&](int index) {
         const AttentionItem& item = items[index];
         const int token = input_->cu_seqlens[item.sequence] + item.query_begin;
+        if (item.member_count == 0 && !rows.any_of(token, item.query_count)) return;
         AttentionTask task{};
         task.shape = kv_shape_;
         task.pages = pages(layer);

@@ -25,8 +25,8 @@ bool Decoder::run_experts(int thread, int layer, SharedWork* work) {
     StepBuffers& b = buffers_;
     const int tokens = input_->tokens, experts = config_.mixture.experts;
     each_token(thread, tokens, [&](int t) {
-        add_residual(thread, t, w.biases[kO], w.after_attention);
-        std::copy_n(normalized(thread, t, w.before_mlp), b.hidden, expert_row(t));
+        add_residual(thread, all_, t, w.biases[kO], w.after_attention);
+        std::copy_n(normalized(thread, all_, t, w.before_mlp), b.hidden, expert_row(t));
     });
     pool_.barrier();
     const int parts = (experts + kRouterRows - 1) / kRouterRows;

@@ -59,6 +59,7 @@ void StepBuffers::reserve(int tokens, int sequences, int rows) {
     if (rows > rows_) {
         const size_t r = round_up(rows, kBlockTokens);
         rows_ = 0;
+        picked.allocate(r * hidden * sizeof(float));
         head_activations.allocate(r * slices_of(hidden) * kActivation);
         rows_ = static_cast<int>(r);
     }
@@ -67,7 +68,7 @@ void StepBuffers::reserve(int tokens, int sequences, int rows) {
 size_t StepBuffers::bytes() const {
     size_t total = scratch_.bytes() + rows_of_threads_.bytes() + copies_.bytes();
     for (const AlignedBuffer* buffer :
-         {&residual, &projected, &attended, &head_activations, &cos, &sin, &parts, &part_values}) {
+         {&residual, &projected, &attended, &picked, &head_activations, &cos, &sin, &parts, &part_values}) {
         total += buffer->bytes();
     }
     for (const AlignedBuffer& buffer : activations) total += buffer.bytes();

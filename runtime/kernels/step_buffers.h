@@ -53,6 +53,7 @@ class StepBuffers {
     AlignedBuffer residual;   // [tokens][hidden]
     AlignedBuffer projected;  // [tokens][qkv, hidden or gate_up]: what linear layers gave
     AlignedBuffer attended;   // [tokens][q]
+    AlignedBuffer picked;     // [rows][hidden]: the residual of some tokens
     // Quantized inputs: one a permutation, the last also those of `down`; the head's.
     AlignedBuffer activations[3], head_activations;
     AlignedBuffer cos, sin;  // [tokens][rotary_dim / 2 of each RoPE]

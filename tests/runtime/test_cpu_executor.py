@@ -181,6 +181,54 @@ def test_a_familys_bits_depend_on_no_chunks_batch_threads_or_instruction_set(
         executor.close()
 
 
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_which_rows_are_wanted_changes_no_bit(
+    executor: CpuExecutor,
+    weights: Weights,
+    ids: list[int],
+    kv_dtype: KvDtype,
+    whole: NDArray[np.float32],
+    data: st.DataObject,
+) -> None:
+    """Of what comes after the last layer's keys and values, only theirs is computed."""
+    pages = Pages(weights.spec, 2, LENGTH)
+    executor.allocate_kv(pages.num_blocks, pages.page_size, kv_dtype)
+    begin, other = 0, data.draw(st.integers(0, 30))
+    while begin < LENGTH:
+        end = begin + data.draw(st.sampled_from([1, 2, 17, 40, LENGTH]))
+        chunk = ids[begin:end]
+        step = [(0, begin, chunk)]
+        if begin == 0 and other > 0:
+            step.append((1, 0, ids[:other]))
+        rows = data.draw(st.lists(st.integers(0, len(chunk) - 1), max_size=4))
+        batch = replace(pages.batch(step), logit_rows=np.array(rows, np.int32))
+        assert np.array_equal(executor.step(batch), whole[begin:end][rows])
+        begin = end
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_a_familys_bits_do_not_depend_on_the_wanted_rows(
+    case: str, make_tiny_model: Callable[..., Path]
+) -> None:
+    family, overrides = FAMILY_CASES[case]
+    weights = quantized(load(make_tiny_model(family, **overrides)), 4, 32, False, False)
+    ids = some_ids(weights.spec.vocab_size, LENGTH)
+    one = CpuExecutor(weights, threads=1)
+    expected = paged_logits(one, ids, LENGTH)
+    one.close()
+    executor = CpuExecutor(weights, threads=3)
+    pages = Pages(weights.spec, 1, LENGTH)
+    executor.allocate_kv(pages.num_blocks, pages.page_size, "f32")
+    begin = 0
+    for count, rows in ((270, [269, 3, 3]), (10, []), (1, []), (1, [0]), (15, [14, 0]), (3, [0, 1, 2])):
+        batch = pages.batch([(0, begin, ids[begin : begin + count])])
+        logits = executor.step(replace(batch, logit_rows=np.array(rows, np.int32)))
+        assert np.array_equal(logits, expected[begin : begin + count][rows])
+        begin += count
+    executor.close()
+
+
 def test_pages_can_be_copied_and_moved(executor: CpuExecutor, weights: Weights, ids: list[int]) -> None:
     groups = len(weights.spec.window_groups)
     executor.allocate_kv(80, 16, "f16")
