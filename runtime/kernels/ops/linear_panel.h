@@ -42,14 +42,26 @@ void unpack_panel(const PackedLinear& w, int tile_begin, int tiles, int slice_be
     }
 }
 
+// Where a register block's sums are: kept from the chunk of slices before, and to be put after this one.
+struct Sums {
+    const float* kept;  // [kBlockTokens][kPanelTiles][16]; null before the first chunk
+    float* out;
+    size_t stride;  // of a token in `out`
+
+    Sums at(int token, int tile) const {
+        const int offset = (token * kPanelTiles + tile) * kTileRows;
+        return {kept == nullptr ? nullptr : kept + offset, out + token * stride + tile * kTileRows, stride};
+    }
+};
+
 // The register block: kTiles tiles by kTokens tokens of one activation block, over a chunk of slices. `panel`
-// and `out` begin at the first tile and token, so that every offset is a constant.
+// and `sums` begin at the first tile and token, so that offsets are constants.
 template <int kBits, WeightKind kKind, int kTiles, int kTokens>
-void micro_kernel(const uint8_t* panel, const uint8_t* block, int token, int slices, float* out, bool first) {
+void micro_kernel(const uint8_t* panel, const uint8_t* block, int token, int slices, Sums sums) {
     F32 acc[kTokens][kTiles];
     for (int i = 0; i < kTokens; ++i) {
         for (int n = 0; n < kTiles; ++n) {
-            acc[i][n] = first ? zero() : load(out + (i * kPanelTiles + n) * kTileRows);
+            acc[i][n] = sums.kept == nullptr ? zero() : load(sums.kept + (i * kPanelTiles + n) * kTileRows);
         }
     }
     for (int s = 0; s < slices; ++s, panel += kPanelSlice, block += kActivationBytes) {
@@ -101,30 +113,28 @@ void micro_kernel(const uint8_t* panel, const uint8_t* block, int token, int sli
         }
     }
     for (int i = 0; i < kTokens; ++i) {
-        for (int n = 0; n < kTiles; ++n) store(out + (i * kPanelTiles + n) * kTileRows, acc[i][n]);
+        for (int n = 0; n < kTiles; ++n) store(sums.out + i * sums.stride + n * kTileRows, acc[i][n]);
     }
 }
 
 template <int kBits, WeightKind kKind, int kTokens>
 inline void micro_tiles(const uint8_t* panel, const uint8_t* block, int tiles, int token, int slices,
-                        float* results, bool first) {
-    float* out = results + token * kPanelTiles * kTileRows;
+                        const Sums& sums) {
     int tile = 0;
     for (; tile + kTilesPerBlock <= tiles; tile += kTilesPerBlock) {
         micro_kernel<kBits, kKind, kTilesPerBlock, kTokens>(panel + tile * 64, block, token, slices,
-                                                            out + tile * kTileRows, first);
+                                                            sums.at(token, tile));
     }
     for (; tile < tiles; ++tile) {
-        micro_kernel<kBits, kKind, 1, kTokens>(panel + tile * 64, block, token, slices,
-                                               out + tile * kTileRows, first);
+        micro_kernel<kBits, kKind, 1, kTokens>(panel + tile * 64, block, token, slices, sums.at(token, tile));
     }
 }
 
 template <int kBits, WeightKind kKind>
 void linear_panel_of(const PackedLinear& w, Activations x, float* y, size_t stride, int tile_begin,
                      int tile_end, int block_begin, int block_end, uint8_t* scratch) {
-    constexpr int kResults = kBlockTokens * kPanelTiles * kTileRows;
-    float* results = reinterpret_cast<float*>(scratch + static_cast<size_t>(kChunkSlices) * kPanelSlice);
+    constexpr int kRow = kPanelTiles * kTileRows;
+    float* kept = reinterpret_cast<float*>(scratch + static_cast<size_t>(kChunkSlices) * kPanelSlice);
     const int tiles = tile_end - tile_begin, slices = w.slices();
     const int chunks = (slices + kChunkSlices - 1) / kChunkSlices;
     for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -132,23 +142,19 @@ void linear_panel_of(const PackedLinear& w, Activations x, float* y, size_t stri
         unpack_panel<kBits, kKind>(w, tile_begin, tiles, begin, end, scratch);
         for (int b = block_begin; b < block_end; ++b) {
             const uint8_t* block = x.block(b) + static_cast<size_t>(begin) * kActivationBytes;
-            float* out = results + static_cast<size_t>(b - block_begin) * kResults;
+            float* own = kept + static_cast<size_t>(b - block_begin) * kBlockTokens * kRow;
+            Sums sums{chunk == 0 ? nullptr : own, own, kRow};
+            if (chunk + 1 == chunks) {
+                sums.out = y + static_cast<size_t>(b) * kBlockTokens * stride + tile_begin * kTileRows;
+                sums.stride = stride;
+            }
             const int tokens = std::min(kBlockTokens, x.tokens - b * kBlockTokens);
             if (tokens == kBlockTokens) {
-                micro_tiles<kBits, kKind, kTokensPerBlock>(scratch, block, tiles, 0, end - begin, out,
-                                                           chunk == 0);
-            } else {
-                for (int i = 0; i < tokens; ++i) {
-                    micro_tiles<kBits, kKind, 1>(scratch, block, tiles, i, end - begin, out, chunk == 0);
-                }
+                micro_tiles<kBits, kKind, kTokensPerBlock>(scratch, block, tiles, 0, end - begin, sums);
+                continue;
             }
-            if (chunk + 1 < chunks) continue;
             for (int i = 0; i < tokens; ++i) {
-                float* row =
-                    y + (static_cast<size_t>(b) * kBlockTokens + i) * stride + tile_begin * kTileRows;
-                for (int n = 0; n < tiles; ++n) {
-                    store(row + n * kTileRows, load(out + (i * kPanelTiles + n) * kTileRows));
-                }
+                micro_tiles<kBits, kKind, 1>(scratch, block, tiles, i, end - begin, sums);
             }
         }
     }
