@@ -1,7 +1,8 @@
-"""Loads the sample GGUF files' module, which `make_llamacpp_golden.py` shares with the tests."""
+"""GGUF files to read, by the sample files' module, which `make_llamacpp_golden.py` shares with the tests."""
 
 import importlib.util
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,3 +29,14 @@ def smollm2_reader(smollm2_gguf: Path) -> Any:
     from gguf import GGUFReader
 
     return GGUFReader(smollm2_gguf)
+
+
+@pytest.fixture
+def write(tmp_path: Path, gguf_samples: ModuleType) -> Callable[..., Path]:
+    """`write(metadata, tensors, arch="llama")`: a GGUF file."""
+
+    def make(metadata: Mapping[str, Any], tensors: Mapping[str, Any], arch: str = "llama") -> Path:
+        path: Path = gguf_samples.write_model(tmp_path / "m.gguf", arch, dict(metadata), dict(tensors))
+        return path
+
+    return make

@@ -59,3 +59,9 @@ def sampled(
         if tokens[-1] == 0:
             break
     return tokens[len(prompt) :]
+
+
+def check_pages(engine: Engine, live: list[Sequence], blocks: int) -> None:
+    held = {page for sequence in live for page in sequence.blocks.tables[0]}
+    assert len(held) == blocks - engine.pages_free
+    engine.cache.check()
