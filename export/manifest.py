@@ -95,7 +95,7 @@ class Manifest:
             )
         source = ConfigReader(_object(reader, "source"), where, "source.")
         try:
-            recipe = Recipe.from_json(_object(reader, "recipe"))
+            recipe = Recipe.from_manifest(_object(reader, "recipe"))
         except (SettingError, TypeError) as error:
             raise ModelFormatError(f"{where}: recipe: {error}") from error
         has_calibration = reader.has("calibration_digest")

@@ -21,6 +21,9 @@ BNB_SETTINGS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "int8": {"bits": (8,), "group_size": (-1,), "symmetric": (True,), "clip_search": (False,)},
 }
 
+# What GPTQ alone does with each layer, and what stands for it with another method.
+_GPTQ_ONLY: dict[str, Any] = {"correction": 0.0, "weigh_tokens": False, "sweeps": 0}
+
 
 @dataclass(frozen=True)
 class LinearFormat:
@@ -118,6 +121,9 @@ class Recipe:
         )
         check("average_bits", self.average_bits == 0 or self.method == "gptq", f"0 for method {self.method}")
         check("tune_epochs", 0 <= self.tune_epochs <= 100, "0 to 100")
+        for name, none in _GPTQ_ONLY.items():
+            fits = self.method == "gptq" or getattr(self, name) == none
+            check(name, fits, f"{none} for method {self.method}")
         check("tune_epochs", self.tune_epochs == 0 or self.method == "gptq", f"0 for method {self.method}")
         check("layer_formats", not self.layer_formats or not self.is_bnb, f"none for method {self.method}")
         check("tune_rate", 0 < self.tune_rate < 1, "a share between 0 and 1")
@@ -130,10 +136,10 @@ class Recipe:
     def changed(self, **settings: Any) -> "Recipe":
         """The recipe with other settings. Bits that are neither 3, 4 nor 8 are `average_bits`; a bitsandbytes
         method starts from what it takes, whatever the recipe; any other than the recipe's has no `scaling`
-        unless it is given. Raises `SettingError`."""
+        unless it is given, and nothing that GPTQ alone does with a layer. Raises `SettingError`."""
         bits = settings.get("bits")
         if settings.get("method", self.method) != self.method:
-            settings = {"scaling": False} | settings
+            settings = {"scaling": False, "average_bits": 0.0} | _GPTQ_ONLY | settings
         if settings.keys() & {"bits", "group_size"}:
             settings = {"average_bits": 0.0, "layer_formats": ()} | settings
         if isinstance(bits, int | float) and bits not in BITS:
@@ -194,8 +200,16 @@ class Recipe:
         return asdict(self) | {"layer_formats": formats}
 
     @classmethod
+    def from_manifest(cls, data: dict[str, Any]) -> "Recipe":
+        """The recipe in a manifest. Older ones name what GPTQ alone does beside other methods, which did
+        nothing of it."""
+        if data.get("method", "gptq") != "gptq":
+            data = data | _GPTQ_ONLY
+        return cls.from_json(data)
+
+    @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Recipe":
-        """The recipe in a manifest; unknown keys are an error, missing ones take the defaults."""
+        """The recipe of `to_json`; unknown keys are an error, missing ones take the defaults."""
         data = {_OLDER_NAMES.get(name, name): value for name, value in data.items()}
         unknown = set(data) - {f.name for f in fields(cls)}
         if unknown:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nybble.errors import SettingError
-from nybble.quant.recipe import LinearFormat, Recipe
+from nybble.quant.recipe import METHODS, LinearFormat, Recipe
 from nybble.quant.recipe_files import DEFAULT, load_recipe, recipe_names
 
 
@@ -35,6 +35,26 @@ def test_a_manifest_from_before_a_setting_was_there() -> None:
     assert not Recipe.from_json(old).follows_reference
 
 
+@pytest.mark.parametrize("name", ["balanced", "fast"])
+@pytest.mark.parametrize("method", METHODS)
+def test_another_method_leaves_nothing_of_gptq_in_a_recipe(name: str, method: str) -> None:
+    recipe = load_recipe(name).changed(method=method)
+    assert recipe.method == method
+    if method != "gptq":
+        assert (recipe.correction, recipe.weigh_tokens, recipe.sweeps) == (0, False, 0)
+    with pytest.raises(SettingError, match="sweeps is 3; expected 0 for method rtn"):
+        load_recipe(name).changed(method="rtn", sweeps=3)
+
+
+def test_an_older_manifest_names_what_its_method_did_nothing_of() -> None:
+    old = {"method": "rtn", "bits": 4, "correction": 0.5, "weigh_tokens": True, "sweeps": 4}
+    assert Recipe.from_manifest(old) == Recipe(method="rtn")
+    with pytest.raises(SettingError, match="correction is"):
+        Recipe.from_json(old)
+    gptq = load_recipe("best")
+    assert Recipe.from_manifest(gptq.to_json()) == gptq
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -46,6 +66,9 @@ def test_a_manifest_from_before_a_setting_was_there() -> None:
         ("average_bits = 2.5", "average_bits is 2.5"),
         ('method = "rtn"\naverage_bits = 4.5', "average_bits is 4.5; expected 0 for method rtn"),
         ('method = "rtn"\ntune_epochs = 1', "tune_epochs is 1; expected 0 for method rtn"),
+        ('method = "rtn"\ncorrection = 0.5', "correction is 0.5; expected 0.0 for method rtn"),
+        ('method = "rtn"\nweigh_tokens = true', "weigh_tokens is True; expected False for method rtn"),
+        ('method = "rtn"\nsweeps = 4', "sweeps is 4; expected 0 for method rtn"),
         (
             'method = "int8"\nbits = 8\ngroup_size = -1\nclip_search = false\n'
             "[layer_formats]\na = [4, 32, true]",
