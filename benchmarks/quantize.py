@@ -43,6 +43,7 @@ from nybble.quant.recipe import Recipe
 from nybble.quant.recipe_files import load_recipe
 
 PLAIN = '{"scaling": false, "correction": 0, "weigh_tokens": false, "sweeps": 0'
+NEUTRAL = '{"weigh_tokens": false, "clip_search": false, "act_order": "none"'
 ROWS = (
     "fast",
     "balanced",
@@ -74,6 +75,16 @@ ROWS = (
     'balanced {"sweeps": 0}',
     'balanced {"clip_search": false}',
     'balanced {"act_order": "none"}',
+    # Those that five layers show nothing of, on three models.
+    *(f"{copy}balanced {NEUTRAL}}}" for copy in ("", "rotated ")),
+    *(
+        f"{copy}balanced {step}"
+        for copy in ("turned ", "rotated ")
+        for step in ('{"weigh_tokens": false}', '{"act_order": "none"}')
+    ),
+    'rotated balanced {"clip_search": false}',
+    # GPTQModel's format.
+    'rotated balanced {"symmetric": true, "group_size": 64}',
     # Rates of tuning below that of `best`.
     'best {"tune_rate": 0.0005}',
     'best {"tune_rate": 0.00025}',

@@ -147,8 +147,9 @@ void Decoder::run(int thread) {
         pool_.barrier();
         each_row(thread, rows.count, [&](int r) {
             const int t = rows.token(r);
-            if (&rows == &wanted_)
+            if (rows.tokens != nullptr) {
                 std::copy_n(residual(thread, all_, t), b.hidden, residual(thread, rows, r));
+            }
             quantize_input(thread, rows, r, w, kO, 1, attended(thread, t, config_.group_of_layer[layer]));
         });
         meet();

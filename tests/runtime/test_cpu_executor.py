@@ -160,16 +160,24 @@ def test_every_instruction_set_gives_the_same_bits(
     executor.close()
 
 
-@pytest.mark.parametrize("case", FAMILY_CASES)
-def test_a_familys_bits_depend_on_no_chunks_batch_threads_or_instruction_set(
+def of_family(
     case: str, make_tiny_model: Callable[..., Path]
-) -> None:
+) -> tuple[Weights, list[int], NDArray[np.float32]]:
+    """A model, a prompt, and its logits when it runs at once on one thread."""
     family, overrides = FAMILY_CASES[case]
     weights = quantized(load(make_tiny_model(family, **overrides)), 4, 32, False, False)
     ids = some_ids(weights.spec.vocab_size, LENGTH)
     one = CpuExecutor(weights, threads=1)
-    expected = paged_logits(one, ids, LENGTH)
+    logits = paged_logits(one, ids, LENGTH)
     one.close()
+    return weights, ids, logits
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_a_familys_bits_depend_on_no_chunks_batch_threads_or_instruction_set(
+    case: str, make_tiny_model: Callable[..., Path]
+) -> None:
+    weights, ids, expected = of_family(case, make_tiny_model)
     for isa in supported_kernels():
         executor = CpuExecutor(weights, threads=3, isa=isa)
         assert np.array_equal(paged_logits(executor, ids, LENGTH - 3), expected)
@@ -211,12 +219,7 @@ def test_which_rows_are_wanted_changes_no_bit(
 def test_a_familys_bits_do_not_depend_on_the_wanted_rows(
     case: str, make_tiny_model: Callable[..., Path]
 ) -> None:
-    family, overrides = FAMILY_CASES[case]
-    weights = quantized(load(make_tiny_model(family, **overrides)), 4, 32, False, False)
-    ids = some_ids(weights.spec.vocab_size, LENGTH)
-    one = CpuExecutor(weights, threads=1)
-    expected = paged_logits(one, ids, LENGTH)
-    one.close()
+    weights, ids, expected = of_family(case, make_tiny_model)
     executor = CpuExecutor(weights, threads=3)
     pages = Pages(weights.spec, 1, LENGTH)
     executor.allocate_kv(pages.num_blocks, pages.page_size, "f32")
