@@ -48,20 +48,30 @@ struct Sums {
     float* out;
     size_t stride;  // of a token in `out`
 
-    Sums at(int token, int tile) const {
-        const int offset = (token * kPanelTiles + tile) * kTileRows;
-        return {kept == nullptr ? nullptr : kept + offset, out + token * stride + tile * kTileRows, stride};
+    const float* kept_at(int token, int tile) const {
+        return kept == nullptr ? nullptr : kept + (token * kPanelTiles + tile) * kTileRows;
     }
+    float* out_at(int token, int tile) const { return out + token * stride + tile * kTileRows; }
 };
 
 // The register block: kTiles tiles by kTokens tokens of one activation block, over a chunk of slices. `panel`
-// and `sums` begin at the first tile and token, so that offsets are constants.
+// and the sums begin at the first tile and token, so that offsets are constants. Arguments are passed in
+// registers: a structure of them, written and read back on the stack, would have each block wait for the sums
+// of the one before to reach the cache.
 template <int kBits, WeightKind kKind, int kTiles, int kTokens>
-void micro_kernel(const uint8_t* panel, const uint8_t* block, int token, int slices, Sums sums) {
+void micro_kernel(const uint8_t* panel, const uint8_t* block, int token, int slices, const float* kept,
+                  float* out, size_t stride) {
     F32 acc[kTokens][kTiles];
+#pragma GCC unroll 4
     for (int i = 0; i < kTokens; ++i) {
-        for (int n = 0; n < kTiles; ++n) {
-            acc[i][n] = sums.kept == nullptr ? zero() : load(sums.kept + (i * kPanelTiles + n) * kTileRows);
+#pragma GCC unroll 4
+        for (int n = 0; n < kTiles; ++n) acc[i][n] = zero();
+    }
+    if (kept != nullptr) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kTokens; ++i) {
+#pragma GCC unroll 4
+            for (int n = 0; n < kTiles; ++n) acc[i][n] = load(kept + (i * kPanelTiles + n) * kTileRows);
         }
     }
     for (int s = 0; s < slices; ++s, panel += kPanelSlice, block += kActivationBytes) {
@@ -112,8 +122,10 @@ void micro_kernel(const uint8_t* panel, const uint8_t* block, int token, int sli
             }
         }
     }
+#pragma GCC unroll 4
     for (int i = 0; i < kTokens; ++i) {
-        for (int n = 0; n < kTiles; ++n) store(sums.out + i * sums.stride + n * kTileRows, acc[i][n]);
+#pragma GCC unroll 4
+        for (int n = 0; n < kTiles; ++n) store(out + i * stride + n * kTileRows, acc[i][n]);
     }
 }
 
@@ -123,10 +135,13 @@ inline void micro_tiles(const uint8_t* panel, const uint8_t* block, int tiles, i
     int tile = 0;
     for (; tile + kTilesPerBlock <= tiles; tile += kTilesPerBlock) {
         micro_kernel<kBits, kKind, kTilesPerBlock, kTokens>(panel + tile * 64, block, token, slices,
-                                                            sums.at(token, tile));
+                                                            sums.kept_at(token, tile),
+                                                            sums.out_at(token, tile), sums.stride);
     }
     for (; tile < tiles; ++tile) {
-        micro_kernel<kBits, kKind, 1, kTokens>(panel + tile * 64, block, token, slices, sums.at(token, tile));
+        micro_kernel<kBits, kKind, 1, kTokens>(panel + tile * 64, block, token, slices,
+                                               sums.kept_at(token, tile), sums.out_at(token, tile),
+                                               sums.stride);
     }
 }
 
