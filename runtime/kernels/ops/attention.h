@@ -245,13 +245,15 @@ class AttentionRun {
         }
     }
 
-    // A row's scores become the weights of its values; those that it does not see have none.
+    // A row's scores become the weights of its values, with an int8 cache times their scales; those that it
+    // does not see have none.
     void softmax(const SegmentView& view, int r) {
         const int position = task_.first_position + r / task_.group;
         const int low = std::max(low_of(position), view.base) - view.base;
         const int high = std::min(position - view.base, kSegmentTokens - 1);
         float* scores = s_.scores + r * kSegmentTokens;
         int begin = view.page_end, end = view.page_end;
+        [[maybe_unused]] F32 largest = zero();
         s_.row_sum[r] = 0.0f;
         if (low <= high) {
             begin = low / kPageTokens;
@@ -263,10 +265,18 @@ class AttentionRun {
                     store(at, mul(set1(task_.softcap * kLog2E), capped));
                 }
             }
-            softmax_row(scores, begin, end, low, high, s_.row_max + r, s_.row_sum + r);
+            softmax_row(scores, begin, end, low, high, s_.row_max + r, s_.row_sum + r, [&](int p, F32 e) {
+                if constexpr (kType == KvType::kInt8) {
+                    const F32 weight = mul(e, load(s_.value_scales + p * kPageTokens));
+                    largest = max(largest, weight);
+                    return weight;
+                } else {
+                    return e;
+                }
+            });
         }
         if constexpr (kType == KvType::kInt8) {
-            weigh(view, r, begin, end);
+            round_weights(view, r, begin, end, reduce_max(largest));
         } else {
             clear(scores, view, begin, end);
         }
@@ -279,17 +289,10 @@ class AttentionRun {
         std::fill(row + end * kPageTokens, row + view.page_end * kPageTokens, T{});
     }
 
-    // Rounds a row's weights, times the scales of the values, to 15 bits.
-    void weigh(const SegmentView& view, int r, int begin, int end) {
-        float* scores = s_.scores + r * kSegmentTokens;
+    // Rounds a row's weights, of which `most` is the largest, to 15 bits.
+    void round_weights(const SegmentView& view, int r, int begin, int end, float most) {
+        const float* scores = s_.scores + r * kSegmentTokens;
         int16_t* weights = s_.weights + r * kSegmentTokens;
-        F32 largest = zero();
-        for (int p = begin; p < end; ++p) {
-            const F32 weight = mul(load(scores + p * kPageTokens), load(s_.value_scales + p * kPageTokens));
-            store(scores + p * kPageTokens, weight);
-            largest = max(largest, weight);
-        }
-        const float most = reduce_max(largest);
         s_.weight_scales[r] = most > 1e-30f ? most / 32767.0f : 0.0f;
         const F32 inverse = set1(most > 1e-30f ? 32767.0f / most : 0.0f);
         for (int p = begin; p < end; ++p) {

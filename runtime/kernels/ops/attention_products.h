@@ -114,14 +114,18 @@ inline void quantize_query(const float* row, int head_dim, const IntegerQueries&
     if (magnitude == HUGE_VALF) scale = NAN;  // carried to every score
     const F32 inverse = set1(scale > 0.0f ? 1.0f / scale : 0.0f);
     I32 sum = set1(0);
-    alignas(64) int8_t codes[16];
+    int8_t* codes = out.codes + index * out.stride;
     for (int d = 0; d < head_dim; d += 16) {
-        const int count = std::min(16, head_dim - d);
-        const F32 x = scale == scale ? load_some(row + d, count) : zero();
+        const F32 x = scale == scale ? load_some(row + d, head_dim - d) : zero();
         const I32 q = round_to_int(mul(x, inverse));
         sum = add(sum, q);
-        store_s8(codes, q);
-        std::memcpy(out.codes + index * out.stride + d, codes, std::min(16, out.stride - d));
+        if (d + 16 <= out.stride) {
+            store_s8(codes + d, q);
+        } else {
+            alignas(64) int8_t rest[16];
+            store_s8(rest, q);
+            std::memcpy(codes + d, rest, out.stride - d);
+        }
     }
     out.scales[index] = scale;
     out.minus_128[index] = -128 * reduce_add(sum);

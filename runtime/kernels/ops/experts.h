@@ -74,7 +74,7 @@ void expert_shares(float* logits, int experts, const int32_t* chosen, int count,
 
 float sigmoid(float x) {
     const F32 all = set1(x), e = exp2_negative(mul(abs(all), set1(-kLog2E)));
-    const F32 y = div(select_less(all, zero(), e, set1(1.0f)), add(set1(1.0f), e));
+    const F32 y = mul(select_less(all, zero(), e, set1(1.0f)), inverse_of_1_plus(e));
     alignas(64) float lanes[16];
     store(lanes, y);
     return lanes[0];

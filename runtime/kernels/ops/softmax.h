@@ -9,10 +9,11 @@ inline float fma_scalar(float a, float b, float c) {
     return lanes[0];
 }
 
-// One row's softmax over pages [page_begin, page_end) of a segment, in place; tokens outside [low, high] are
-// 0.
+// One row's softmax over pages [page_begin, page_end) of a segment; tokens outside [low, high] are 0. In
+// place of page p's 16 exponentials e it leaves weight(p, e).
+template <typename Weight>
 inline void softmax_row(float* scores, int page_begin, int page_end, int low, int high, float* row_max,
-                        float* row_sum) {
+                        float* row_sum, Weight weight) {
     const float kNone = -3.0e38f;
     for (int t = page_begin * kPageTokens; t < low; ++t) scores[t] = kNone;
     for (int t = high + 1; t < page_end * kPageTokens; ++t) scores[t] = kNone;
@@ -22,7 +23,7 @@ inline void softmax_row(float* scores, int page_begin, int page_end, int low, in
     F32 sum = zero();
     for (int p = page_begin; p < page_end; ++p) {
         const F32 e = exp2_negative(sub(load(scores + p * kPageTokens), set1(m)));
-        store(scores + p * kPageTokens, e);
+        store(scores + p * kPageTokens, weight(p, e));
         sum = add(sum, e);
     }
     *row_max = m;

@@ -57,10 +57,9 @@ inline F32 to_float(I32 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps
 inline F32 unbiased(I32 x, float scale, float offset) {
     return fma({_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}, set1(scale), set1(offset));
 }
-inline F32 power_of_two(I32 n) {
-    const __m256i bias = _mm256_set1_epi32(127);
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.a, bias), 23)),
-            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.b, bias), 23))};
+inline F32 as_exponent(F32 x) {
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x.a), 23)),
+            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x.b), 23))};
 }
 
 inline F32 load_f16(const uint16_t* p) {

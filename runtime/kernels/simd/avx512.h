@@ -43,9 +43,9 @@ inline F32 to_float(I32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline F32 unbiased(I32 a, float scale, float offset) {
     return fma({_mm512_castsi512_ps(a.v)}, set1(scale), set1(offset));
 }
-// 2^n for -126 <= n <= 127.
-inline F32 power_of_two(I32 n) {
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n.v, _mm512_set1_epi32(127)), 23))};
+// The float whose exponent field is the low 8 bits of x's pattern, where the ninth is 0.
+inline F32 as_exponent(F32 x) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x.v), 23))};
 }
 
 inline F32 load_f16(const uint16_t* p) {

@@ -86,9 +86,9 @@ inline F32 unbiased(I32 x, float scale, float offset) {
     const F32 biased = quarters<F32>([&](int i) { return vreinterpretq_f32_s32(x.v[i]); });
     return fma(biased, set1(scale), set1(offset));
 }
-inline F32 power_of_two(I32 n) {
+inline F32 as_exponent(F32 x) {
     return quarters<F32>(
-        [&](int i) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n.v[i], vdupq_n_s32(127)), 23)); });
+        [&](int i) { return vreinterpretq_f32_s32(vshlq_n_s32(vreinterpretq_s32_f32(x.v[i]), 23)); });
 }
 
 inline F32 load_f16(const uint16_t* p) {

@@ -91,12 +91,14 @@ inline F32 to_float(I32 a) {
 inline F32 unbiased(I32 sum, float scale, float) {
     return mul(to_float(sub(sum, set1(kDotBiasBits))), set1(scale));
 }
-inline F32 power_of_two(I32 n) {
+inline F32 as_exponent(F32 x) {
     return lanes<F32>([&](int i) {
-        const uint32_t bits = static_cast<uint32_t>(n.v[i] + 127) << 23;
-        float x;
-        std::memcpy(&x, &bits, 4);
-        return x;
+        uint32_t bits;
+        std::memcpy(&bits, x.v + i, 4);
+        bits <<= 23;
+        float y;
+        std::memcpy(&y, &bits, 4);
+        return y;
     });
 }
 
