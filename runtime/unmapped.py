@@ -6,6 +6,7 @@ import os
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,14 @@ def set_apart(mapped: mmap.mmap, offset: int, size: int) -> None:
     end = (offset + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if hasattr(mmap, "MADV_RANDOM") and begin < end:
         mapped.madvise(mmap.MADV_RANDOM, begin, end - begin)
+
+
+def prefer_huge_pages(mapped: mmap.mmap) -> None:
+    """What is not in the page cache yet is read into huge pages, where the file system has them (ext4 since
+    Linux 6.16, XFS since 5.18): they are mapped whole, and weights read faster through them."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            mapped.madvise(mmap.MADV_HUGEPAGE)
 
 
 def crc32_of(descriptor: int, offset: int, size: int, crc: int = 0) -> int:
