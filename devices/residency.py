@@ -6,7 +6,7 @@ from typing import Self
 
 from ..errors import SettingError
 
-HUGE_PAGE = 2 << 20  # what all buffers together are filled up to from there on
+HUGE_PAGE = 2 << 20  # x86-64's, and AArch64's where pages have 4 KiB
 LEAST_SLOTS = 2  # one is read into while another is used
 PAGE = 4096  # what sections of the file of packed weights are multiples of, and direct reads of it
 

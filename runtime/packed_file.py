@@ -34,7 +34,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..devices.residency import ResidencyPlan
+from ..devices.residency import HUGE_PAGE, PAGE, ResidencyPlan
 from ..errors import ModelFormatError
 from ..models.config_reader import parse_json_object
 from ..models.spec import ModelSpec
@@ -51,8 +51,7 @@ from .unmapped import Section, SectionedFile, crc32_of, forget, prefer_huge_page
 
 MAGIC = b"NYBPACK\0"
 FORMAT_VERSION = 1
-PAGE, ALIGNMENT = 4096, 64
-HUGE_PAGE = 2 << 20  # x86-64's, and AArch64's with pages of 4 KiB
+ALIGNMENT = 64
 MAX_TABLE_BYTES = 64 << 20
 _CHECKERS = 2  # threads: one alone adds up 2.6 GB a second
 

@@ -56,8 +56,8 @@ def set_apart(mapped: mmap.mmap, offset: int, size: int) -> None:
 
 
 def prefer_huge_pages(mapped: mmap.mmap) -> None:
-    """What is not in the page cache yet is read into huge pages, where the file system has them (ext4 since
-    Linux 6.16, XFS since 5.18): they are mapped whole, and weights read faster through them."""
+    """What is not in the page cache yet is read into huge pages, where the file system has them: they are
+    mapped whole, and weights read faster through them."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             mapped.madvise(mmap.MADV_HUGEPAGE)

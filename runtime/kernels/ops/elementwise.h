@@ -20,7 +20,7 @@ inline F32 exp2_negative(F32 x) {
 
 constexpr float kLog2E = 1.44269504f;
 
-// 1 / (1 + e) for 0 <= e <= 1, 2e-7 relative, 1 at 0: a minimax of degree 2, 1/99 off, and two steps of
+// 1 / (1 + e) for 0 <= e <= 1, 1e-7 relative, 1 at 0: a minimax of degree 2, 1/99 off, and two steps of
 // Newton's. Dividing 16 numbers takes longer.
 inline F32 inverse_of_1_plus(F32 e) {
     const F32 minus = sub(set1(-1.0f), e);

@@ -43,9 +43,6 @@ inline F32 sub(F32 x, F32 y) {
 inline F32 mul(F32 x, F32 y) {
     return quarters<F32>([&](int i) { return vmulq_f32(x.v[i], y.v[i]); });
 }
-inline F32 div(F32 x, F32 y) {
-    return quarters<F32>([&](int i) { return vdivq_f32(x.v[i], y.v[i]); });
-}
 inline F32 fma(F32 x, F32 y, F32 z) {
     return quarters<F32>([&](int i) { return vfmaq_f32(z.v[i], x.v[i], y.v[i]); });
 }

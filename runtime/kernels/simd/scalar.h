@@ -46,9 +46,6 @@ inline F32 sub(F32 a, F32 b) {
 inline F32 mul(F32 a, F32 b) {
     return lanes<F32>([&](int i) { return a.v[i] * b.v[i]; });
 }
-inline F32 div(F32 a, F32 b) {
-    return lanes<F32>([&](int i) { return a.v[i] / b.v[i]; });
-}
 inline F32 fma(F32 a, F32 b, F32 c) {
     return lanes<F32>([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); });
 }
