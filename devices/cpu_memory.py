@@ -38,7 +38,9 @@ def plan_on_kernels(run: RunSettings) -> MemoryPlan:
     resident = [layer for number, layer in enumerate(sizes.layers) if number not in streamed]
     sections = [layer.read(by_use) for layer in sizes.layers]
     partly = [layer for n, layer in enumerate(sizes.layers) if n in streamed or (by_use and layer.experts)]
-    head_tile = tile_bytes(16, spec.hidden_size, HEAD_BITS, HEAD_GROUP_SIZE, True)
+    head_block = tile_bytes(
+        min(64, padded(spec.vocab_size, 16)), spec.hidden_size, HEAD_BITS, HEAD_GROUP_SIZE, True
+    )
     pages = -(-run.length // PAGE) * run.sequences
     page = _page_bytes(spec, run.kv)
     tokenizer, tokenizing = TOKENIZER_PER_TOKEN, TOKENIZING_PER_TOKEN
@@ -58,7 +60,7 @@ def plan_on_kernels(run: RunSettings) -> MemoryPlan:
         norms=sum(layer.vectors for layer in sizes.layers)
         + sum(layer.permutations for layer in partly)
         + sizes.last_norm,
-        buffers=residency.stream_buffer_bytes(sections, head_tile)
+        buffers=residency.stream_buffer_bytes(sections, head_block)
         + residency.expert_slot_bytes(sizes.largest_expert),
         packed=0,
         kv_token=kv_bytes_per_token(spec, run.kv),
@@ -81,13 +83,16 @@ def step_bytes(run: RunSettings) -> int:
     q, kv = padded(spec.q_size, 32), padded(spec.kv_size, 32)
     widest, wide = max(hidden, inner, q, *_expert_sizes(spec)), max(hidden, q + 2 * kv, 2 * inner)
     rotary = sum(rope.rotary_dim for rope in spec.ropes)
+    # Of a search for the highest logit: the quantized row, what is unknown of it by group and by slice.
+    search = hidden // 32 * (208 + 4 + 16)
     # Rows in float32, three times as int8 with 20 bytes more for 32 of them, the rotary tables, positions.
     token = 4 * (hidden + wide + q) + 3 * _quantized(widest) + 4 * rotary + 8
     return (
         tokens * token
         + _expert_rows(spec, tokens)
         + rows * (4 * hidden + _quantized(hidden))
-        + (run.threads or run.profile.threads) * (_scratch(spec, widest) + _copies(hidden, max(hidden, q)))
+        + (run.threads or run.profile.threads)
+        * (_scratch(spec, widest) + _copies(hidden, max(hidden, q)) + search)
         + _parts(run)
     )
 

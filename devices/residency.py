@@ -67,20 +67,20 @@ class ResidencyPlan:
         """Whether anything is read that a step knows before it begins."""
         return bool(self.streamed_layers) or self.streamed_head
 
-    def buffer_bytes(self, layer_bytes: Sequence[int], head_tile_bytes: int) -> int:
+    def buffer_bytes(self, layer_bytes: Sequence[int], head_block_bytes: int) -> int:
         """Bytes of each buffer, 0 where nothing passes through them: of the largest streamed layer's section,
-        where only the head is streamed of the largest layer's; and at least what holds a tile of the head.
-        `layer_bytes` is what is read of each layer's section of the file of packed weights, `head_tile_bytes`
-        16 rows of the head."""
+        where only the head is streamed of the largest layer's; at least what is read of the head together.
+        `layer_bytes` is what is read of each layer's section of the file of packed weights,
+        `head_block_bytes` 64 rows of the head."""
         if not self.streams_in_order:
             return 0
         largest = max(layer_bytes[layer] for layer in self.streamed_layers or range(self.num_layers))
-        tile = -(-(head_tile_bytes + PAGE) // PAGE) * PAGE if self.streamed_head else 0
+        tile = -(-(head_block_bytes + PAGE) // PAGE) * PAGE if self.streamed_head else 0
         return max(largest, tile)
 
-    def stream_buffer_bytes(self, layer_bytes: Sequence[int], head_tile_bytes: int) -> int:
+    def stream_buffer_bytes(self, layer_bytes: Sequence[int], head_block_bytes: int) -> int:
         """Bytes of all buffers, in whole huge pages where they take one."""
-        return _in_huge_pages(self.buffers * self.buffer_bytes(layer_bytes, head_tile_bytes))
+        return _in_huge_pages(self.buffers * self.buffer_bytes(layer_bytes, head_block_bytes))
 
     def slot_bytes(self, expert_bytes: int) -> int:
         """Bytes of each slot for experts whose largest has `expert_bytes` in the file, wherever it begins."""

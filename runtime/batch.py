@@ -19,6 +19,8 @@ class Batch:
     block_table: NDArray[np.int32]  # [G, B, max_blocks] pages of each sequence, -1 unmapped
     slot_mapping: NDArray[np.int32]  # [G, T] flat cache slot of each new token, -1 to skip the write
     logit_rows: NDArray[np.int32]  # [R] rows of T whose logits are wanted
+    # Of each row only the highest logit is wanted, and where it is: others may be given as -infinity.
+    best_only: bool = False
 
 
 def prompt_batch(token_ids: Sequence[int], groups: int, page_size: int) -> Batch:

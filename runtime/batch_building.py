@@ -31,6 +31,7 @@ def build_batch(chunks: Listed[Chunk[Sequence]]) -> Batch:
         block_table=block_table([chunk.sequence.blocks for chunk in chunks]),
         slot_mapping=np.array(slots, np.int32),
         logit_rows=np.array(rows, np.int32),
+        best_only=all(chunk.sequence.best_only for chunk in chunks),
     )
 
 

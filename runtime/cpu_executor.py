@@ -22,7 +22,7 @@ from ..models.spec import ModelSpec
 from .batch import Batch
 from .batch_check import DIMENSIONS, check_group, check_kinds
 from .executor import KvDtype, KvLayout
-from .packed_weights import SYMMETRIC, FreshlyPacked, PackedLinear, PackedSource
+from .packed_weights import HALVES, FreshlyPacked, PackedLinear, PackedSource
 from .streaming import READ_TIMEOUT, ExpertReads, check_residency, stream_of
 
 PAGE_SIZE = 16
@@ -205,6 +205,7 @@ class CpuExecutor:
                 batch.slot_mapping,
                 batch.logit_rows,
                 self._logits,
+                bool(batch.best_only),
             )
         except (ValueError, TypeError) as error:
             raise ExecutorError(_contract_error(batch, error)) from None
@@ -305,9 +306,9 @@ def _config(spec: ModelSpec, max_position: int) -> dict[str, Any]:
 
 
 def _ends(source: PackedSource, name: str) -> PackedLinear:
-    """The embedding or the head: 8 bits, symmetric."""
+    """The embedding or the head: 8 bits, symmetric, in halves."""
     packed = source.linear(name)
-    if packed.bits != 8 or packed.kind != SYMMETRIC or packed.permutation is not None:
+    if packed.kind != HALVES:
         raise UnsupportedModelError(f"tensor {name} is not 8-bit symmetric, as embedding and head are")
     return packed
 

@@ -10,23 +10,26 @@ from numpy.typing import NDArray
 from ..errors import UnsupportedModelError
 from ..export.weights import LogicalWeights
 from ..models.spec import ModelSpec
-from ..quant.packing import unpack_rows
+from ..quant.packing import row_blocks, unpack_rows
 from ..quant.packing_ggml import GgmlType
 from ..quant.packing_nf4 import AnyQuantized, Nf4Tensor
-from ..quant.packing_rows import MatrixKind, MatrixRows
+from ..quant.packing_rows import PIECE_ELEMENTS, ROW_STEP, MatrixKind, MatrixRows
 
 # Raised whenever the same weights would become other bytes: files of packed weights are then made again.
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 TILE_ROWS = 16
+BLOCK_TILES = 4  # rows of tiles whose halves lie together, of kind HALVES
+BLOCK_ROWS = BLOCK_TILES * TILE_ROWS
 SLICE = 32
-SYMMETRIC, ZERO_POINT, MINIMUM, NF4 = range(4)
+SYMMETRIC, ZERO_POINT, MINIMUM, NF4, HALVES = range(5)
 KINDS: dict[MatrixKind, int] = {"symmetric": SYMMETRIC, "zeros": ZERO_POINT, "minima": MINIMUM, "nf4": NF4}
 # Of each group of a tile, by kind.
 HEADER_BYTES = {
     SYMMETRIC: TILE_ROWS * 2, ZERO_POINT: TILE_ROWS * 3, MINIMUM: TILE_ROWS * 4, NF4: TILE_ROWS * 2,
+    HALVES: TILE_ROWS * 2,
 }  # fmt: skip
 # Of a code, by kind.
-KIND_BITS = {SYMMETRIC: (4, 8), ZERO_POINT: (4, 8), MINIMUM: (4,), NF4: (4,)}
+KIND_BITS = {SYMMETRIC: (4, 8), ZERO_POINT: (4, 8), MINIMUM: (4,), NF4: (4,), HALVES: (8,)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +45,10 @@ class PackedLinear:
     permutation: NDArray[np.int32] | None = None  # stored column j is the input's column permutation[j]
 
     @property
-    def tile_bytes(self) -> int:
-        """Bytes of 16 rows."""
-        return self.tiles.nbytes // -(-self.rows // TILE_ROWS)
+    def block_bytes(self) -> int:
+        """Bytes of the 64 rows, or of all where there are fewer, that lie together in kind HALVES."""
+        tiles = -(-self.rows // TILE_ROWS)
+        return self.tiles.nbytes // tiles * min(BLOCK_TILES, tiles)
 
 
 class Packing:
@@ -55,12 +59,19 @@ class Packing:
     which the halves keep or not, and zero points that are all in the middle are left out.
     """
 
-    def __init__(self, matrix: MatrixRows, name: str = "tensor") -> None:
-        """Raises `UnsupportedModelError` naming `name` for minima with 8 bits, and for a group size that is
-        no multiple of 32, short of one group a row: the activations' scales, too, are for 32 inputs each."""
+    def __init__(self, matrix: MatrixRows, name: str = "tensor", halves: bool = False) -> None:
+        """With `halves` those of 8-bit symmetric codes are packed apart, as embedding and head have them.
+
+        Raises `UnsupportedModelError` naming `name` for minima with 8 bits, for halves of anything else, and
+        for a group size that is no multiple of 32, short of one group a row: the activations' scales, too,
+        are for 32 inputs each."""
         self._matrix = matrix
         self.rows, self.columns, self.bits = matrix.rows, matrix.columns, matrix.bits
         self.kind, slices = KINDS[matrix.kind], -(-matrix.columns // SLICE)
+        if halves:
+            if self.bits != 8 or self.kind != SYMMETRIC or matrix.permutation is not None:
+                raise UnsupportedModelError(f"{name} is not 8-bit symmetric, as embedding and head are")
+            self.kind = HALVES
         if matrix.group_size < matrix.columns and matrix.group_size % SLICE:
             raise UnsupportedModelError(
                 f"{name} has groups of {matrix.group_size} inputs; executor 'cpu' has groups of a multiple "
@@ -81,8 +92,9 @@ class Packing:
 
     def pieces(self) -> Iterator[NDArray[np.uint8]]:
         """The tiles in order, [bytes] a piece. Raises what reading the weight raises."""
-        for _, part in self._matrix.pieces():
-            yield self._tiles(part)
+        matrix, step = self._matrix, BLOCK_ROWS if self.kind == HALVES else ROW_STEP
+        for rows in row_blocks(self.rows, self.columns, PIECE_ELEMENTS, step):
+            yield self._tiles(matrix.read(rows.start, rows.stop))
 
     def packed(self) -> PackedLinear:
         """All of them in memory."""
@@ -97,9 +109,13 @@ class Packing:
     def _tiles(self, part: AnyQuantized) -> NDArray[np.uint8]:
         tiles, slices = -(-part.out_features // TILE_ROWS), -(-self.columns // SLICE)
         header_bytes, slice_bytes = HEADER_BYTES[self.kind], TILE_ROWS * SLICE * self.bits // 8
-        packed = np.empty((tiles, part.groups * header_bytes + slices * slice_bytes), np.uint8)
         codes = unpack_rows(part.packed, self.bits, self.columns)
-        body = _slices(codes if self._order is None else codes[:, self._order], tiles, slices, self.bits)
+        if self.kind == HALVES:
+            slice_bytes //= 2
+            body = _slices(codes >> np.uint8(4), tiles, slices, 4)
+        else:
+            body = _slices(codes if self._order is None else codes[:, self._order], tiles, slices, self.bits)
+        packed = np.empty((tiles, part.groups * header_bytes + slices * slice_bytes), np.uint8)
         headers = np.concatenate([_lanes(values, tiles) for values in _header(part, self.kind)], axis=2)
         at, per_group = 0, self.slices_per_group
         for group in range(part.groups):
@@ -108,6 +124,8 @@ class Packing:
             values = body[:, group * per_group : (group + 1) * per_group].reshape(tiles, -1)
             packed[:, at : at + values.shape[1]] = values
             at += values.shape[1]
+        if self.kind == HALVES:
+            return _in_blocks(packed, _slices(codes & np.uint8(15), tiles, slices, 4).reshape(tiles, -1))
         return packed.reshape(-1)
 
 
@@ -155,7 +173,9 @@ class FreshlyPacked:
             raise UnsupportedModelError(
                 f"tensor {name} is not quantized; executor 'cpu' runs quantized models only"
             )
-        return Packing(matrix, f"tensor {name}")
+        return Packing(
+            matrix, f"tensor {name}", halves=name in (self.spec.embedding_name, self.spec.head_name)
+        )
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """A norm's weight or a bias, [n] float32; a router's or gate's rows one after the other."""
@@ -178,14 +198,14 @@ def ggml_tiles_bytes(rows: int, columns: int, kind: GgmlType) -> int:
     return tiles_bytes(rows, columns, bits, MINIMUM if kind == "Q4_1" else SYMMETRIC, 1)
 
 
-def pack(tensor: AnyQuantized, name: str = "tensor") -> PackedLinear:
+def pack(tensor: AnyQuantized, name: str = "tensor", halves: bool = False) -> PackedLinear:
     """A quantized weight in memory, packed. Raises as `Packing` does."""
-    return Packing(MatrixRows.of(tensor), name).packed()
+    return Packing(MatrixRows.of(tensor), name, halves).packed()
 
 
 def _header(part: AnyQuantized, kind: int) -> tuple[NDArray[np.generic], ...]:
     """What a header holds of each row and group, in order: arrays [rows, groups]."""
-    if isinstance(part, Nf4Tensor) or kind == SYMMETRIC:
+    if isinstance(part, Nf4Tensor) or kind in (SYMMETRIC, HALVES):
         return (part.scales,)
     if part.minima is not None:
         return part.scales, part.minima
@@ -214,6 +234,14 @@ def _slices(codes: NDArray[np.uint8], tiles: int, slices: int, bits: int) -> NDA
     else:
         padded = padded.reshape(tiles, TILE_ROWS, slices, 8, 4)
     return padded.transpose(0, 2, 3, 1, 4).reshape(tiles, slices, -1)
+
+
+def _in_blocks(upper: NDArray[np.uint8], lower: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Four rows of tiles of the upper halves, [tiles, bytes], then those of the lower ones, and so on."""
+    parts = []
+    for begin in range(0, len(upper), BLOCK_TILES):
+        parts += [upper[begin : begin + BLOCK_TILES], lower[begin : begin + BLOCK_TILES]]
+    return np.concatenate([part.reshape(-1) for part in parts])
 
 
 def _lanes(values: NDArray[np.generic], tiles: int) -> NDArray[np.uint8]:

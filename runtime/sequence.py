@@ -118,6 +118,14 @@ class Sequence(SequenceState):
         return len(self.request.prompt_ids) + len(self.output_ids)
 
     @property
+    def best_only(self) -> bool:
+        """Whether of the next rows of logits only the highest counts, and where it is."""
+        request, params = self.request, self.request.params
+        if self.chooser is None or not self.chooser.best_only or request.score:
+            return False
+        return params.logprobs is None and request.samples == params.n
+
+    @property
     def first(self) -> "Sequence":
         """The request's first answer."""
         return self if self._first is None else self._first

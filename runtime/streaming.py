@@ -77,7 +77,7 @@ def buffer_bytes(source: MappedWeights, residency: ResidencyPlan) -> int:
     """Bytes of each of the plan's buffers for this model."""
     layers = [_read_bytes(source, residency, layer) for layer in range(source.spec.num_layers)]
     head = source.linear(_head_name(source.spec))
-    return residency.buffer_bytes(layers, head.tile_bytes)
+    return residency.buffer_bytes(layers, head.block_bytes)
 
 
 def largest_expert(source: MappedWeights) -> int:

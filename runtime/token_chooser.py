@@ -49,6 +49,13 @@ class TokenChooser:
         self._counts = TokenCounts() if penalized else None
         self._changed = self._bias is not None or penalized
         self._constraint = constraint
+        unchanged = not self._changed and self._seen is None and constraint is None
+        self._plain = unchanged and sampling.temperature == 0.0
+
+    @property
+    def best_only(self) -> bool:
+        """Whether of the next row only the highest logit counts."""
+        return self._plain and self._accepted >= self._banned_for
 
     def choose(self, logits: Logits, position: int, best: int | None = None) -> int:
         """The token at `position` of the sequence, from its row, `logits` [vocab] float32; `best` is where

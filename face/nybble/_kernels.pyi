@@ -132,8 +132,10 @@ class Decoder:
         slot_mapping: NDArray[np.int32],
         logit_rows: NDArray[np.int32],
         logits: NDArray[np.float32],
+        best_only: bool = False,
     ) -> None:
-        """Writes `logits` [R or more, `logit_stride`]. Releases the GIL. Raises `RuntimeError` where streamed
+        """Writes `logits` [R or more, `logit_stride`]; with `best_only` others than a row's highest may be
+        -infinity. Releases the GIL. Raises `RuntimeError` where streamed
         weights could not be read."""
 
     def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32], group: int) -> None: ...

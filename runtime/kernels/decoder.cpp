@@ -67,7 +67,11 @@ Decoder::Decoder(DecoderConfig config, DecoderWeights weights, int threads, cons
       experts_(config_, separate_up(weights_)),
       expert_outputs_(static_cast<size_t>(threads) * experts_.count()),
       work_(work_of_phases(
-          config_.num_layers * kPhasesPerLayer + static_cast<int>(weights_.head_pieces.size()), threads)) {
+          config_.num_layers * kPhasesPerLayer + static_cast<int>(weights_.head_pieces.size()) + 1,
+          threads)) {
+    if (!weights_.streamed_head && config_.logit_softcap == 0) {
+        search_ = std::make_unique<HeadSearch>(kernels_, weights_.head, threads);
+    }
     reserve(1, 1, 1);
 }
 
@@ -98,6 +102,9 @@ void Decoder::step(const StepInput& input, float* logits) {
     plan_.make(input);
     copies_ = input.tokens == 1 && input.rows <= 1 && stream_ == nullptr && config_.is_mixture.empty();
     picks_ = input.rows < input.tokens && stream_ == nullptr && weights_.layers.back().experts.empty();
+    // Beside other tokens the head is a small part of a step, and for several rows a search takes longer.
+    searches_ =
+        input.best_only && input.tokens == 1 && input.rows == 1 && search_ != nullptr && search_->begin();
     all_ = {buffers_.residual.floats(), input.tokens, nullptr};
     wanted_ = {buffers_.picked.floats(), input.rows, input.logit_rows};
     if (input.tokens == 0) return;
@@ -176,8 +183,7 @@ bool Decoder::embed(int thread) {
     if (!weights_.streamed_head) {
         each_row(thread, input_->tokens, [&](int t) {
             const int id = input_->token_ids[t];
-            const uint8_t* tile = embedding.tiles + embedding.tile_bytes() * (id / kTileRows);
-            dequantize_tile_row(embedding, tile, id % kTileRows, residual(thread, all_, t));
+            dequantize_tile_row(embedding, id, residual(thread, all_, t));
             begin_token(thread, t);
         });
         return true;
@@ -306,6 +312,7 @@ void Decoder::head(int thread) {
     const bool fetches = weights_.streamed_head && thread == 0;
     if (fetches) fetch_head_piece(pieces[0]);
     meet();
+    if (searches_ && search_->prepare(thread, input)) return search_head(thread, input);
     SharedWork* work = work_.data() + static_cast<size_t>(config_.num_layers) * kPhasesPerLayer;
     for (size_t i = 0; i < pieces.size(); ++i) {
         if (pieces[i].linear.tiles == nullptr) return;
@@ -322,6 +329,17 @@ void Decoder::head(int thread) {
         if (config_.logit_softcap > 0) kernels_.softcap(logits, config_.logit_softcap, logit_stride());
         best_tokens_[r] = kernels_.best_logit(logits, config_.vocab_size);
     }
+}
+
+void Decoder::search_head(int thread, Activations input) {
+    SharedWork* work = work_.data() + static_cast<size_t>(config_.num_layers) * kPhasesPerLayer;
+    search_->bound(thread, logits_, work[0]);
+    pool_.barrier();
+    search_->settle(thread, input, logits_);
+    pool_.barrier();
+    search_->search(thread, input, logits_, work[1]);
+    pool_.barrier();
+    if (thread == 0) best_tokens_[0] = search_->best();
 }
 
 // At the beginning of a part whose work is shared out while it goes on: the other threads take what this one

@@ -9,6 +9,7 @@
 #include "aligned_buffer.h"
 #include "decoder_weights.h"
 #include "experts.h"
+#include "head_search.h"
 #include "kernels.h"
 #include "shared_work.h"
 #include "step_buffers.h"
@@ -53,6 +54,7 @@ class Decoder {
 
     // Writes logits [rows][logit_stride()]; allocates nothing when the sizes were reserved. Throws
     // StreamError where streamed weights could not be read: the step's pages and logits then hold anything.
+    // Where the input asks for the best only, other logits may be given as -infinity.
     void step(const StepInput& input, float* logits);
     // Of each row of the last step the first of the highest logits.
     const std::vector<int32_t>& best_tokens() const { return best_tokens_; }
@@ -65,7 +67,9 @@ class Decoder {
     const DecoderConfig& config() const { return config_; }
     const Kernels& kernels() const { return kernels_; }
     int threads() const { return pool_.size(); }
-    size_t step_bytes() const { return buffers_.bytes() + experts_.bytes(); }
+    size_t step_bytes() const {
+        return buffers_.bytes() + experts_.bytes() + (search_ ? search_->bytes() : 0);
+    }
     // Of experts that are read when they are chosen.
     ExpertCounts expert_counts() const { return stream_ ? stream_->expert_counts() : ExpertCounts{}; }
 
@@ -103,6 +107,7 @@ class Decoder {
     void add_residual(int thread, const StepRows& rows, int r, const std::vector<float>& bias,
                       const std::vector<float>& norm);
     void head(int thread);
+    void search_head(int thread, Activations input);
     // Of thread 0, before a barrier: streamed weights are there for all threads after it.
     void fetch_layer(LayerWeights& layer);
     void fetch_head_piece(HeadPiece& piece);
@@ -155,7 +160,9 @@ class Decoder {
     bool picks_ = false;
     StepRows all_, wanted_;
     float* logits_ = nullptr;
-    std::vector<int32_t> best_tokens_;  // [rows]
+    std::vector<int32_t> best_tokens_;    // [rows]
+    std::unique_ptr<HeadSearch> search_;  // where the head stays in memory and nothing is done to logits
+    bool searches_ = false;
 };
 
 template <typename Function>

@@ -79,7 +79,7 @@ class PyDecoder {
 
     void step(const Ints1& token_ids, const Ints1& cu_seqlens, const Ints1& past_lens,
               const Ints3& block_table, const Ints2& slot_mapping, const Ints1& logit_rows,
-              const FloatsOut& logits) {
+              const FloatsOut& logits, bool best_only) {
         const DecoderConfig& c = decoder_->config();
         if (decoder_->num_blocks() == 0) fail("cache", "has not been allocated");
         StepInput in{};
@@ -115,6 +115,7 @@ class PyDecoder {
         in.block_table = block_table.data();
         in.slot_mapping = slot_mapping.data();
         in.logit_rows = logit_rows.data();
+        in.best_only = best_only;
         nb::gil_scoped_release release;
         decoder_->step(in, logits.data());
     }
@@ -304,7 +305,7 @@ void bind_decoder(nb::module_& m) {
         .def("reserve", &PyDecoder::reserve, "tokens"_a, "sequences"_a, "rows"_a)
         .def("step", &PyDecoder::step, "token_ids"_a.noconvert(), "cu_seqlens"_a.noconvert(),
              "past_lens"_a.noconvert(), "block_table"_a.noconvert(), "slot_mapping"_a.noconvert(),
-             "logit_rows"_a.noconvert(), "logits"_a.noconvert())
+             "logit_rows"_a.noconvert(), "logits"_a.noconvert(), "best_only"_a = false)
         .def("copy_blocks", &PyDecoder::copy_blocks, "src"_a.noconvert(), "dst"_a.noconvert(),
              "group"_a.noconvert())
         .def("read_blocks", &PyDecoder::read_blocks, "ids"_a.noconvert(), "group"_a.noconvert())

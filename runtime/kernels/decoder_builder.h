@@ -144,10 +144,11 @@ class Builder {
 
     void set_ends(const Floats1& norm, const Tiles& embedding, int embedding_slices, const Tiles& head,
                   int head_slices) {
+        constexpr int kHalves = static_cast<int>(WeightKind::kHalves);
         w_.final_norm = padded(norm, c_.hidden_size, "final_norm");
-        w_.embedding =
-            packed_linear("embedding", embedding, c_.vocab_size, c_.hidden_size, 8, 0, embedding_slices);
-        w_.head = packed_linear("head", head, c_.vocab_size, c_.hidden_size, 8, 0, head_slices);
+        w_.embedding = packed_linear("embedding", embedding, c_.vocab_size, c_.hidden_size, 8, kHalves,
+                                     embedding_slices);
+        w_.head = packed_linear("head", head, c_.vocab_size, c_.hidden_size, 8, kHalves, head_slices);
         keep_.push_back(nb::cast(embedding));
         keep_.push_back(nb::cast(head));
     }

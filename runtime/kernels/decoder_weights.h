@@ -116,7 +116,7 @@ struct HeadPiece {
 
 struct DecoderWeights {
     std::vector<LayerWeights> layers;
-    PackedLinear embedding;  // symmetric, 8 bits
+    PackedLinear embedding;  // kHalves
     PackedLinear head;       // the embedding again when tied
     std::vector<float> final_norm;
     // With a streamed head the embedding has no tiles either: its rows are read.

@@ -23,6 +23,21 @@ struct WeightTotal {
     int count;
 };
 
+// What the lower halves of a slice of the head add, for a token, to what was taken for them: `scale` times
+// their dot product with its activations and `start`, and `bound` at most; both times the weights' scale.
+struct HeadSlice {
+    int32_t slice;
+    int32_t start;
+    float scale;
+    float bound;
+};
+
+// What a token's highest logit is at least, and the tile that has it.
+struct HeadFloor {
+    float value;
+    int tile;
+};
+
 struct AttentionTask {
     KvShape shape;
     const uint8_t* pages;        // the layer's pages
@@ -71,6 +86,12 @@ struct Kernels {
     // The same for many: a panel of up to 4 tiles unpacked once for blocks of tokens.
     void (*linear_panel)(const PackedLinear&, Activations, float* y, size_t stride, int tile_begin,
                          int tile_end, int block_begin, int block_end, uint8_t* scratch);
+
+    // For finding a token's highest logit, ops/head.h.
+    void (*bound_logits)(const PackedLinear&, const float* bounds, float* y, int tile_begin, int tile_end,
+                         HeadFloor* floor);
+    uint64_t (*reaching_tiles)(const PackedLinear&, Activations, const HeadSlice* slices, int count,
+                               int tile_begin, int tile_end, const float* upper, float least, int64_t* read);
 
     void (*add)(float* x, const float* y, int n);
     void (*scale)(float* x, float factor, int n);

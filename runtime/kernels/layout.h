@@ -2,6 +2,7 @@
 // docs/kernels.md has the picture.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -10,6 +11,7 @@ namespace nybble {
 constexpr int kTileRows = 16;        // output rows of a tile; one lane each
 constexpr int kSlice = 32;           // inputs of a slice: what one activation scale covers
 constexpr int kBlockTokens = 4;      // tokens of an activation block
+constexpr int kBlockTiles = 4;       // rows of tiles whose halves lie together, of kHalves
 constexpr int kPanelTiles = 4;       // tiles that the large matrix product unpacks together
 constexpr int kPanelBlocks = 128;    // blocks of tokens that a panel's results are kept for
 constexpr int kPageTokens = 16;      // tokens of a KV page; one lane each
@@ -24,6 +26,7 @@ enum class WeightKind : int32_t {
     kZeroPoint = 1,  // one u8 a row and group
     kMinimum = 2,    // one f16 a row and group: weight = code * scale + minimum; 4 bits
     kNf4 = 3,        // the code is an index into kNf4Bytes: weight = (byte - 128) / 127 * scale; 4 bits
+    kHalves = 4,     // symmetric, the upper and the lower halves of codes apart; 8 bits
 };
 
 // The values of NF4 (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314, appendix E), in [-1, 1], as
@@ -33,7 +36,9 @@ constexpr uint8_t kNf4Bytes[16] = {1, 40, 61, 78, 92, 105, 116, 128, 138, 148, 1
 // One linear layer. Tiles of 16 rows, each row of tiles contiguous: for every group a header (16 f16 scales,
 // then 16 u8 zero points or 16 f16 minima), then its slices. A 4-bit slice is 256 bytes: for j in 0..3, 64
 // bytes with 4 of each row; low nibbles are inputs 8j .. 8j+3, high nibbles 8j+4 .. 8j+7. An 8-bit slice is
-// 512 bytes: for j in 0..7, 64 bytes with inputs 4j .. 4j+3 of each row.
+// 512 bytes: for j in 0..7, 64 bytes with inputs 4j .. 4j+3 of each row. Of kHalves, four rows of
+// tiles (at the end fewer) are those of the upper halves, as of a matrix of 4 bits, and after them those of
+// the lower halves, arranged alike but without headers.
 struct PackedLinear {
     const uint8_t* tiles = nullptr;
     int rows = 0;
@@ -41,6 +46,7 @@ struct PackedLinear {
     int bits = 4;
     WeightKind kind = WeightKind::kSymmetric;
     int slices_per_group = 1;
+    bool upper_only = false;  // a 4-bit matrix that is the upper halves of one of kHalves
 
     int tile_count() const { return (rows + kTileRows - 1) / kTileRows; }
     int slices() const { return slices_of(columns); }
@@ -48,11 +54,53 @@ struct PackedLinear {
     int header_bytes() const {
         return kind == WeightKind::kZeroPoint ? 48 : kind == WeightKind::kMinimum ? 64 : 32;
     }
-    int slice_bytes() const { return bits == 4 ? 256 : 512; }
-    size_t tile_bytes() const {
+    // What follows a header together; the lower halves have a place of their own.
+    int slice_bytes() const { return bits == 4 || kind == WeightKind::kHalves ? 256 : 512; }
+    size_t group_bytes() const {
+        return header_bytes() + static_cast<size_t>(slices_per_group) * slice_bytes();
+    }
+    // Headers and slices of a row of tiles, and the lower halves' slices of it.
+    size_t body_bytes() const {
         return static_cast<size_t>(groups()) * header_bytes() + static_cast<size_t>(slices()) * slice_bytes();
     }
+    size_t lower_bytes() const {
+        const bool halves = kind == WeightKind::kHalves || upper_only;
+        return halves ? static_cast<size_t>(slices()) * slice_bytes() : 0;
+    }
+    size_t tile_bytes() const { return body_bytes() + lower_bytes(); }
     size_t bytes() const { return tile_bytes() * tile_count(); }
+
+    // Of kHalves the upper halves alone, as a matrix of 4 bits; a sixteenth of what the codes stand for.
+    PackedLinear upper_halves() const {
+        return {tiles, rows, columns, 4, WeightKind::kSymmetric, slices_per_group, true};
+    }
+    // Of kHalves rows of tiles that lie together, elsewhere.
+    int block_count() const { return (tile_count() + kBlockTiles - 1) / kBlockTiles; }
+    PackedLinear block(int index, const uint8_t* at) const {
+        PackedLinear w = *this;
+        w.tiles = at;
+        w.rows = std::min(kBlockTiles * kTileRows, rows - index * kBlockTiles * kTileRows);
+        return w;
+    }
+    size_t block_bytes() const { return tile_bytes() * std::min(kBlockTiles, tile_count()); }
+};
+
+// Where a matrix's rows of tiles are; worked out once for many of them.
+struct TilePlaces {
+    explicit TilePlaces(const PackedLinear& w)
+        : tiles(w.tiles), body_bytes(w.body_bytes()), lower_bytes(w.lower_bytes()), count(w.tile_count()) {}
+
+    const uint8_t* body(int tile) const {
+        return tiles + tile * body_bytes + tile / kBlockTiles * (kBlockTiles * lower_bytes);
+    }
+    const uint8_t* lower(int tile) const {
+        const int end = std::min((tile / kBlockTiles + 1) * kBlockTiles, count);
+        return tiles + end * body_bytes + tile * lower_bytes;
+    }
+
+    const uint8_t* tiles;
+    size_t body_bytes, lower_bytes;
+    int count;
 };
 
 // Quantized activations: per block of 4 tokens and slice, 208 bytes: s8 [4][32], f32 scale [4], i32 minus the

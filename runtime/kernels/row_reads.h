@@ -30,24 +30,24 @@ class RowReads final : public ReadPart {
     const uint8_t* rows() const { return rows_.data(); }
 
   private:
-    static constexpr size_t kTiles = 4;  // that are read at once
+    static constexpr size_t kBlocks = 4;  // that are read at once
 
     struct Read {
         int row;
         int32_t id;
-        size_t tile;     // of `tiles_`
-        size_t tile_at;  // where the tile of the matrix begins in it
+        size_t block;     // of `blocks_`
+        size_t block_at;  // where that of the matrix begins in it
     };
 
-    size_t free_tile() const;  // kTiles where there is none
-    size_t tile_memory() const;
-    uint8_t* tile(size_t index) const { return tiles_.data() + tile_memory() * index; }
+    size_t free_block() const;  // kBlocks where there is none
+    size_t block_memory() const;
+    uint8_t* block(size_t index) const { return blocks_.data() + block_memory() * index; }
 
     const StreamSettings& settings_;
     StreamTrouble& trouble_;
     AlignedBuffer rows_;
-    ReadMemory tiles_;
-    bool tile_used_[kTiles] = {};
+    ReadMemory blocks_;
+    bool block_used_[kBlocks] = {};
     int32_t ids_[kRowsAtOnce];
     int count_ = 0, taken_ = 0, missing_ = 0;
     Read reads_[ReadQueue::kMost];  // by tag

@@ -17,6 +17,7 @@ struct StepInput {
     int sequences;
     int max_blocks;
     int rows;
+    bool best_only;  // of a row only the highest logit is wanted, and where it is
 };
 
 }  // namespace nybble

@@ -16,7 +16,7 @@ size_t aligned_up(size_t bytes) {
 
 }  // namespace
 
-size_t smallest_buffer(const PackedLinear& head) { return aligned_up(head.tile_bytes() + kDirectAlignment); }
+size_t smallest_buffer(const PackedLinear& head) { return aligned_up(head.block_bytes() + kDirectAlignment); }
 
 ExpertRange range_of_expert(const ExpertWeights& expert, const int64_t* tiles) {
     const int64_t begin = aligned_down(tiles[0]);
@@ -66,13 +66,15 @@ StreamSettings stream_weights(DecoderWeights& weights, const StreamPlaces& place
     settings.matrix = weights.embedding;
     settings.matrix_offset = places.embedding_tiles;
     const size_t tile_bytes = weights.head.tile_bytes();
-    const int tiles = weights.head.tile_count();
+    const int tiles = weights.head.tile_count(), blocks = weights.head.block_count();
     // Before a piece's first tile there may be nearly a whole unit of alignment.
-    const int most = static_cast<int>((memory.buffer_bytes - kDirectAlignment) / tile_bytes);
-    const int pieces = (tiles + most - 1) / most;
+    const int most = static_cast<int>((memory.buffer_bytes - kDirectAlignment) / weights.head.block_bytes());
+    const int pieces = (blocks + most - 1) / most;
     for (int i = 0; i < pieces; ++i) {
-        const int first = static_cast<int>(static_cast<int64_t>(tiles) * i / pieces);
-        const int end = static_cast<int>(static_cast<int64_t>(tiles) * (i + 1) / pieces);
+        const auto begin_of = [&](int64_t piece) {
+            return std::min(tiles, static_cast<int>(blocks * piece / pieces) * kBlockTiles);
+        };
+        const int first = begin_of(i), end = begin_of(i + 1);
         const int64_t begins = places.head_tiles + static_cast<int64_t>(tile_bytes) * first;
         const size_t place = static_cast<size_t>(begins - aligned_down(begins));
         HeadPiece piece{weights.head, first * kTileRows, place};

@@ -1,4 +1,4 @@
-// Single rows of a matrix in tiles: 8 bits, symmetric, as embeddings are.
+// Single rows of a matrix in tiles of kHalves, as embeddings are.
 #pragma once
 
 #include <cstddef>
@@ -8,13 +8,14 @@
 
 namespace nybble {
 
-// A row by itself: for every group its scale, f16, then its codes.
+// A row by itself: for every group its scale, f16, then the upper halves of its codes; after all the lower
+// ones.
 size_t row_bytes(const PackedLinear& w);
-// Takes row `lane` out of a row of tiles.
-void copy_row(const PackedLinear& w, const uint8_t* tile, int lane, uint8_t* out);
+// Takes a row out of the tiles.
+void copy_row(const PackedLinear& w, int row, uint8_t* out);
 
-// What the integers stand for, [slices * kSlice]: of row `lane` of a row of tiles, or of a row by itself.
-void dequantize_tile_row(const PackedLinear& w, const uint8_t* tile, int lane, float* out);
+// What the integers stand for, [slices * kSlice]: of a row of the tiles, or of a row by itself.
+void dequantize_tile_row(const PackedLinear& w, int row, float* out);
 void dequantize_row(const PackedLinear& w, const uint8_t* row, float* out);
 
 }  // namespace nybble

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from nybble.export import open_artifact
 from nybble.quant.calibration import evaluation_text
 from nybble.quant.quality import evaluation_windows, perplexity
-from nybble.runtime.batch import prompt_batch
+from nybble.runtime.batch import Batch, prompt_batch
 from nybble.runtime.cpu_executor import CpuExecutor
 from nybble.runtime.packed_cache import load_packed
 from nybble.runtime.tokenizer import Tokenizer
@@ -54,6 +54,37 @@ def test_perplexity_is_at_most_16_5(smollm2: Any) -> None:
         return executor.step(prompt_batch(windows[0].tolist(), 1, 16))[None]
 
     assert perplexity(logits, evaluation_windows(tokens, 40, 512), batch=1) <= 16.5
+    executor.close()
+
+
+def test_the_highest_logit_alone_is_found_with_a_part_of_the_head(smollm2: Any) -> None:
+    """Of each token after the first 64 of a text, with the bits that all logits have."""
+    artifact = open_artifact(smollm2.path)
+    executor = CpuExecutor(artifact.weights("gptq"), threads=2)
+    executor.allocate_kv(32, 16, "f16")
+    text = Tokenizer(artifact.tokenizer_files).encode(evaluation_text()[:4000], add_special_tokens=False)[
+        :192
+    ]
+    whole = prompt_batch(text, 1, 16)
+    expected = executor.step(whole).copy()
+    computed = []
+    for t in range(64, 192):
+        batch = Batch(
+            token_ids=whole.token_ids[t : t + 1],
+            cu_seqlens=np.array([0, 1], np.int32),
+            past_lens=np.array([t], np.int32),
+            block_table=whole.block_table,
+            slot_mapping=whole.slot_mapping[:, t : t + 1].copy(),
+            logit_rows=np.zeros(1, np.int32),
+            best_only=True,
+        )
+        row, best = executor.step(batch)[0], int(expected[t].argmax())
+        assert executor.best_tokens == [best]
+        found = np.flatnonzero(row > -np.inf)
+        assert best in found
+        assert np.array_equal(row[found], expected[t][found])
+        computed.append(len(found))
+    assert np.median(computed) < artifact.spec.vocab_size / 50
     executor.close()
 
 

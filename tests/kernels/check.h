@@ -123,6 +123,7 @@ class AllocationCount {
 // Each runs its cases on one instruction set, checks what must hold within it, and adds the results.
 void test_elementwise(const nybble::Kernels& kernels, Results& results);
 void test_linear(const nybble::Kernels& kernels, Results& results);
+void test_head(const nybble::Kernels& kernels, Results& results);
 void test_attention(const nybble::Kernels& kernels, Results& results);
 void test_decoder(const nybble::Kernels& kernels, Results& results);
 void test_experts(const nybble::Kernels& kernels, Results& results);

@@ -124,8 +124,8 @@ inline Model make_model(Random& random, bool capped) {
             layer.after_mlp = padded(random.uniforms(c.hidden_size, 0.3f, 1.0f));
         }
     }
-    model.weights.embedding = model.linear(random, c.vocab_size, c.hidden_size, 8, WeightKind::kSymmetric, 2);
-    model.weights.head = model.linear(random, c.vocab_size, c.hidden_size, 8, WeightKind::kSymmetric, 1);
+    model.weights.embedding = model.linear(random, c.vocab_size, c.hidden_size, 8, WeightKind::kHalves, 2);
+    model.weights.head = model.linear(random, c.vocab_size, c.hidden_size, 8, WeightKind::kHalves, 1);
     model.weights.final_norm = padded(random.uniforms(c.hidden_size, 0.3f, 1.0f));
     return model;
 }
@@ -182,10 +182,13 @@ class Session {
                   static_cast<int>(ids_.size()),
                   static_cast<int>(chunks.size()),
                   kBlocks,
-                  static_cast<int>(rows_.size())};
+                  static_cast<int>(rows_.size()),
+                  best_only_};
         logits_.assign(rows_.size() * decoder_.logit_stride(), NAN);
     }
     void step() { decoder_.step(input_, logits_.data()); }
+    // Whether the steps that follow ask for each row's highest logit alone.
+    void ask_for_best(bool only) { best_only_ = only; }
 
     std::vector<float> run(const std::vector<Chunk>& chunks) {
         prepare(chunks);
@@ -210,6 +213,7 @@ class Session {
     std::vector<int32_t> table_, ids_, past_, lengths_, slots_, rows_, step_table_;
     std::vector<float> logits_;
     StepInput input_{};
+    bool best_only_ = false;
 };
 
 }  // namespace kernel_test

@@ -81,6 +81,21 @@ void check_together(const Model& model, const Kernels& kernels,
     other.join();
 }
 
+// The highest logit alone is where all logits have it, with the same bits.
+void check_best(const Model& model, const Kernels& kernels, KvType type, const std::vector<float>& whole) {
+    Session session(model, kernels, 2, type, 11);
+    const size_t stride = session.stride();
+    session.run({{0, 0, 30}});
+    session.ask_for_best(true);
+    for (int t = 30; t < 60; ++t) {
+        const std::vector<float> logits = session.run({{0, t, 1}});
+        const float* expected = whole.data() + t * stride;
+        const int best = kernels.best_logit(expected, model.config.vocab_size);
+        check(session.decoder().best_tokens() == std::vector<int32_t>{best}, "the best token is that of all");
+        check(same_bits(&logits[best], expected + best, 1), "the highest logit has the bits of any step");
+    }
+}
+
 void check_allocations(Session& session) {
     session.decoder().reserve(64, kSequences, 64);
     std::vector<Chunk> prompts = {{0, 0, 24}, {1, 0, 30}, {2, 0, 9}, {3, 0, 1}};
@@ -97,7 +112,15 @@ void check_allocations(Session& session) {
         session.step();
         check(allocations.count() == 0, "a decode allocates nothing");
     }
-    session.prepare({{0, 25, 200}});
+    session.ask_for_best(true);
+    session.prepare({{0, 25, 1}});
+    {
+        const AllocationCount allocations;
+        session.step();
+        check(allocations.count() == 0, "a decode that asks for the best token allocates nothing");
+    }
+    session.ask_for_best(false);
+    session.prepare({{0, 26, 200}});
     const AllocationCount allocations;
     session.step();
     check(allocations.count() > 0, "a step over what was reserved allocates, and that is counted");
@@ -133,6 +156,7 @@ void test_decoder(const Kernels& kernels, Results& results) {
                                 single.stride()),
                       "a token alone gives the bits of the whole");
             }
+            check_best(model, kernels, type, whole[0]);
             Session shared(model, kernels, 3, type, 7);
             check_shared(shared, random);
             if (all) check_together(model, kernels, whole);

@@ -68,13 +68,10 @@ using Part = void (*)(const nybble::Kernels&, Results&);
 struct {
     const char* name;
     Part run;
-} constexpr kParts[] = {{"elementwise", test_elementwise},
-                        {"linear", test_linear},
-                        {"attention", test_attention},
-                        {"decoder", test_decoder},
-                        {"experts", test_experts},
-                        {"sampler", test_sampler},
-                        {"stream", test_stream}};
+} constexpr kParts[] = {
+    {"elementwise", test_elementwise}, {"linear", test_linear},   {"head", test_head},
+    {"attention", test_attention},     {"decoder", test_decoder}, {"experts", test_experts},
+    {"sampler", test_sampler},         {"stream", test_stream}};
 
 // The named parts, or all where none is named.
 Results run(const std::string& name, const std::vector<std::string>& parts = {}) {

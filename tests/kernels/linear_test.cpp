@@ -37,7 +37,8 @@ struct Kind {
 constexpr Kind kKinds[] = {
     {4, WeightKind::kSymmetric, "4 bits"},           {4, WeightKind::kZeroPoint, "4 bits with zero points"},
     {4, WeightKind::kMinimum, "4 bits with minima"}, {4, WeightKind::kNf4, "NF4"},
-    {8, WeightKind::kSymmetric, "8 bits"},           {8, WeightKind::kZeroPoint, "8 bits with zero points"}};
+    {8, WeightKind::kSymmetric, "8 bits"},           {8, WeightKind::kZeroPoint, "8 bits with zero points"},
+    {8, WeightKind::kHalves, "8 bits in halves"}};
 
 // The published values, of which the layout's bytes are the nearest.
 // clang-format off
@@ -189,12 +190,19 @@ RandomLinear random_linear(Random& random, int rows, int columns, int bits, Weig
                            int slices_per_group) {
     RandomLinear linear;
     linear.packed = {nullptr, rows, columns, bits, kind, slices_per_group};
-    const PackedLinear& w = linear.packed;
+    PackedLinear& w = linear.packed;
     linear.tiles.resize(w.bytes());
+    w.tiles = linear.tiles.data();
+    for (uint8_t& byte : linear.tiles) byte = static_cast<uint8_t>(random.next());
+    const TilePlaces places(w);
+    const auto written = [&](const uint8_t* at) { return linear.tiles.data() + (at - w.tiles); };
+    const bool halves = kind == WeightKind::kHalves;
+    size_t bytes = 0;
     linear.dense.resize(static_cast<size_t>(rows) * columns);
     linear.spread.resize(linear.dense.size());
-    uint8_t* out = linear.tiles.data();
     for (int tile = 0; tile < w.tile_count(); ++tile) {
+        uint8_t* out = written(places.body(tile));
+        const uint8_t* lower = halves ? places.lower(tile) : nullptr;
         for (int group = 0; group < w.groups(); ++group) {
             double scales[kTileRows] = {}, minima[kTileRows] = {};
             int zeros[kTileRows] = {};
@@ -215,13 +223,15 @@ RandomLinear random_linear(Random& random, int rows, int columns, int bits, Weig
             out += w.header_bytes();
             const int end = std::min((group + 1) * slices_per_group, w.slices());
             for (int s = group * slices_per_group; s < end; ++s, out += w.slice_bytes()) {
-                for (int byte = 0; byte < w.slice_bytes(); ++byte)
-                    out[byte] = static_cast<uint8_t>(random.next());
                 for (int r = 0; r < std::min(kTileRows, rows - tile * kTileRows); ++r) {
                     for (int k = 0; k < std::min(kSlice, columns - s * kSlice); ++k) {
-                        const int code = bits == 8        ? out[k / 4 * 64 + 4 * r + k % 4]
-                                         : k / 4 % 2 == 0 ? out[k / 8 * 64 + 4 * r + k % 4] & 15
-                                                          : out[k / 8 * 64 + 4 * r + k % 4] >> 4;
+                        const auto half = [&](const uint8_t* slice) {
+                            const int pair = slice[k / 8 * 64 + 4 * r + k % 4];
+                            return k / 4 % 2 == 0 ? pair & 15 : pair >> 4;
+                        };
+                        const int code = halves      ? half(out) << 4 | half(lower + s * w.slice_bytes())
+                                         : bits == 8 ? out[k / 4 * 64 + 4 * r + k % 4]
+                                                     : half(out);
                         const size_t at =
                             static_cast<size_t>(tile * kTileRows + r) * columns + s * kSlice + k;
                         const double value = kind == WeightKind::kNf4
@@ -233,9 +243,9 @@ RandomLinear random_linear(Random& random, int rows, int columns, int bits, Weig
                 }
             }
         }
+        bytes += static_cast<size_t>(out - places.body(tile)) + w.lower_bytes();
     }
-    check(out == linear.tiles.data() + linear.tiles.size(), "the layout is as long as it says");
-    linear.packed.tiles = linear.tiles.data();
+    check(bytes == linear.tiles.size(), "the layout is as long as it says");
     return linear;
 }
 

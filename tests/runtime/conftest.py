@@ -168,7 +168,10 @@ class NumpyExecutor:
                 hidden[t] = hidden[t] + o @ attend(
                     q @ hidden[t], keys, values, self.spec.sliding_windows[layer]
                 )
-        return (hidden[batch.logit_rows] @ self.embedding.T * 2).astype(np.float32)
+        logits = (hidden[batch.logit_rows] @ self.embedding.T * 2).astype(np.float32)
+        if batch.best_only:
+            logits[logits < logits.max(axis=1, keepdims=True)] = -np.inf
+        return logits
 
     def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32], group: int = 0) -> None:
         self.write_blocks(dst, self.read_blocks(src, group), group)

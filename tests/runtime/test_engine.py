@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nybble.kvcache import KvCache
+from nybble.runtime.batch_check import DIMENSIONS
 from nybble.runtime.engine import Engine, build_batch
 from nybble.runtime.sampling_params import ResolvedSampling, SamplingParams
 from nybble.runtime.scheduler import Chunk
@@ -30,7 +31,8 @@ def test_a_batch_is_arrays_that_kernels_read(byte_tokenizer: Tokenizer) -> None:
         sequence.computed = computed
         chunks.append(Chunk(sequence, 3 if computed == 2 else length - computed))
     batch = build_batch(chunks)
-    for name, value in vars(batch).items():
+    for name in DIMENSIONS:
+        value = getattr(batch, name)
         assert value.dtype == np.int32, name
         assert value.flags.c_contiguous, name
     assert batch.token_ids.tolist() == [0, 1, 2, 3, 4, 9, 2, 3, 4]

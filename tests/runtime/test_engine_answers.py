@@ -16,6 +16,44 @@ from nybble.runtime.sequence import Request, Sequence
 Make = Callable[..., Any]
 
 
+@pytest.mark.parametrize(
+    ("params", "wanted"),
+    [
+        ({}, [True] * 4),
+        ({"n": 2}, [True] * 4),
+        ({"temperature": 0.5}, [False] * 4),
+        ({"repetition_penalty": 1.2}, [False] * 4),
+        ({"presence_penalty": 0.1}, [False] * 4),
+        ({"logit_bias": {3: 1.0}}, [False] * 4),
+        ({"logprobs": 0}, [False] * 4),
+        ({"n": 1, "best_of": 2}, [False] * 4),
+        ({"regex": "[a-z]+"}, [False] * 4),
+        ({"min_tokens": 2}, [False, False, True, True]),
+    ],
+)
+def test_greedy_answers_ask_for_the_highest_logit_alone(
+    params: dict[str, Any], wanted: list[bool], make_engine: Make, make_executor: Make
+) -> None:
+    executor = make_executor()
+    answer(make_engine(executor), PROMPT, **{"temperature": 0.0, "max_tokens": 4, **params})
+    assert [batch.best_only for batch in executor.steps] == wanted[: len(executor.steps)]
+    assert len(executor.steps) > 1
+
+
+def test_a_step_with_one_that_asks_for_all_logits_computes_them(
+    make_engine: Make, make_executor: Make
+) -> None:
+    executor = make_executor()
+    engine = make_engine(executor, eos_token_ids=[])
+    engine.add(Request("greedy", tuple(PROMPT), SamplingParams(temperature=0.0, max_tokens=6)))
+    params = SamplingParams(temperature=1.0, max_tokens=3, seed=5)
+    drawn = engine.add(Request("drawn", tuple(PROMPT[:5]), params))
+    run(engine)
+    assert drawn.output_ids == sampled(executor, PROMPT[:5], 3, 1.0, 5, 0)
+    assert {batch.best_only for batch in executor.steps if len(batch.past_lens) == 2} == {False}
+    assert executor.steps[-1].best_only
+
+
 class TestSeveralAnswers:
     """`n` and `best_of`: answers that begin in the same pages."""
 

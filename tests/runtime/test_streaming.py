@@ -273,12 +273,12 @@ def test_the_buffers_and_what_a_step_reads_are_known_before(tied: StreamedModel)
     sizes = [section.size for section in source.file.sections[1:]]
     head = source.linear(tied.spec.embedding_name)
     assert buffer_bytes(source, EVERYTHING) == max(sizes)
-    assert EVERYTHING.stream_buffer_bytes(sizes, head.tile_bytes) == 2 * max(sizes)
+    assert EVERYTHING.stream_buffer_bytes(sizes, head.block_bytes) == 2 * max(sizes)
     for size in (3 << 20, 3_000_000):  # whole huge pages
-        assert EVERYTHING.stream_buffer_bytes([size] * LAYERS, head.tile_bytes) == 6 << 20
+        assert EVERYTHING.stream_buffer_bytes([size] * LAYERS, head.block_bytes) == 6 << 20
     assert streamed_bytes(source, EVERYTHING) == sum(sizes) + head.tiles.nbytes
     assert streamed_bytes(source, ResidencyPlan(LAYERS, (1,))) == sizes[1]
-    assert ResidencyPlan(LAYERS).stream_buffer_bytes(sizes, head.tile_bytes) == 0
+    assert ResidencyPlan(LAYERS).stream_buffer_bytes(sizes, head.block_bytes) == 0
 
 
 @given(layers=st.lists(st.integers(1, 40), min_size=1, max_size=4), tile=st.integers(1, 300))

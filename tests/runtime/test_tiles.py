@@ -2,6 +2,7 @@
 bits in every instruction set."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from nybble.runtime.cpu_executor import CpuExecutor
 from nybble.runtime.packed_cache import build_packed, open_packed
 from nybble.runtime.packed_file import MappedWeights
 from nybble.runtime.packed_weights import (
+    HALVES,
     MINIMUM,
     NF4,
     SYMMETRIC,
@@ -150,6 +152,34 @@ def test_minima_with_a_short_last_group_or_one_group(group_size: int) -> None:
     assert np.allclose(products(x, pack(tensor)), expected, rtol=0, atol=1e-4)
 
 
+@given(
+    rows=st.integers(1, 200), columns=st.integers(1, 150), tokens=st.integers(1, 21), seed=st.integers(0, 999)
+)
+@settings(max_examples=40, deadline=None)
+def test_a_head_gives_in_halves_what_it_gives_whole(rows: int, columns: int, tokens: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    head = quantize_head(random.normal(size=(rows, columns)).astype(np.float32))
+    x = random.normal(size=(tokens, columns)).astype(np.float32)
+    whole, halves = pack(head), pack(head, halves=True)
+    assert (whole.kind, halves.kind) == (SYMMETRIC, HALVES)
+    assert whole.tiles.nbytes == halves.tiles.nbytes
+    assert np.array_equal(products(x, whole), products(x, halves))
+
+
+def test_only_symmetric_codes_of_8_bits_have_halves() -> None:
+    weight = np.random.default_rng(0).normal(size=(20, 64)).astype(np.float32)
+    head = quantize_head(weight)
+    order = replace(head, permutation=np.arange(64, dtype=np.int32)[::-1].copy())
+    codes = QuantizedTensor(pack_rows(np.zeros((20, 64), np.uint8), 4), head.scales[:, :2], None, 4, 32, 64)
+    for tensor in (codes, order, with_minima(weight)):
+        with pytest.raises(UnsupportedModelError, match="head is not 8-bit symmetric"):
+            pack(tensor, "head", halves=True)
+    y, x = np.zeros((1, 16), np.float32), np.zeros((1, 32), np.float32)
+    tiles = np.zeros(tiles_bytes(2, 32, 4, SYMMETRIC, 1), np.uint8)
+    with pytest.raises(ValueError, match="no tile expresses"):
+        multiply(x, tiles, 2, 4, HALVES, 1, "", False, y)
+
+
 @pytest.mark.parametrize("code", [0, 15])
 def test_the_largest_sums_do_not_saturate(code: int) -> None:
     """Bytes of 1 or 255 against activations of 127: two of those products fill 16 bits."""
@@ -180,7 +210,7 @@ def test_minima_have_4_bits() -> None:
     with pytest.raises(UnsupportedModelError, match="minima with 8 bits"):
         pack(tensor)
     y = np.zeros((1, 16), np.float32)
-    for kind in (MINIMUM, NF4, 4, -1):
+    for kind in (MINIMUM, NF4, 5, -1):
         tiles = np.zeros(tiles_bytes(2, 32, 8, SYMMETRIC, 1) + 32, np.uint8)
         with pytest.raises(ValueError, match="no tile expresses"):
             multiply(np.zeros((1, 32), np.float32), tiles, 2, 8, kind, 1, "", False, y)
@@ -207,7 +237,7 @@ class Mixed:
     def packing(self, name: str) -> Packing:
         tensor = self.tensors[name]
         assert not isinstance(tensor, np.ndarray)
-        return Packing(MatrixRows.of(tensor))
+        return Packing(MatrixRows.of(tensor), halves=name in (self.spec.embedding_name, self.spec.head_name))
 
     def vector(self, name: str) -> NDArray[np.float32]:
         tensor = self.tensors[name]
@@ -238,7 +268,7 @@ def logits(source: Any, isa: str = "") -> NDArray[np.float32]:
 
 def test_a_model_of_minima_and_nf4_is_near_transformers(mixed: Mixed, path: Path) -> None:
     kinds = {mixed.linear(name).kind for name, shape in mixed.spec.tensors().items() if len(shape) == 2}
-    assert kinds == {SYMMETRIC, MINIMUM, NF4}
+    assert kinds == {HALVES, MINIMUM, NF4}
     expected = transformers_logits(read_config(path), mixed.dequantized(), some_ids(mixed.spec.vocab_size))
     found = logits(mixed)
     assert mean_kl(expected, found) < 5e-3

@@ -28,6 +28,7 @@ namespace NYBBLE_ISA {
 #include "../ops/linear_rows.h"
 #include "../ops/linear_panel.h"
 #include "../ops/linear.h"
+#include "../ops/head.h"
 #include "../ops/kv_page.h"
 #include "../ops/softmax.h"
 #include "../ops/attention_products.h"
@@ -39,10 +40,10 @@ namespace NYBBLE_ISA {
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    NYBBLE_NAME,  attention_scratch, panel_scratch, kRowTokens,     quantize, linear_rows,  linear_panel,
-    add_rows,     scale_row,         rms_norm,      rope,           gated,    softcap,      store_kv,
-    attend,       merge_parts,       router_logits, expert_shares,  sigmoid,  weighted_sum, best_logit,
-    weigh_logits, weights_from,      collect_from,  kDotOperations, dot_loop,
+    NYBBLE_NAME,  attention_scratch, panel_scratch, kRowTokens,   quantize,      linear_rows,    linear_panel,
+    bound_logits, reaching_tiles,    add_rows,      scale_row,    rms_norm,      rope,           gated,
+    softcap,      store_kv,          attend,        merge_parts,  router_logits, expert_shares,  sigmoid,
+    weighted_sum, best_logit,        weigh_logits,  weights_from, collect_from,  kDotOperations, dot_loop,
 };
 
 }  // namespace NYBBLE_ISA

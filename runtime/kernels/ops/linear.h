@@ -13,6 +13,8 @@
             return function<4, WeightKind::kMinimum>(w, __VA_ARGS__);                   \
         case WeightKind::kNf4:                                                          \
             return function<4, WeightKind::kNf4>(w, __VA_ARGS__);                       \
+        case WeightKind::kHalves:                                                       \
+            return function<8, WeightKind::kHalves>(w, __VA_ARGS__);                    \
     }
 
 void linear_rows(const PackedLinear& w, Activations x, float* y, size_t stride, int tile_begin,

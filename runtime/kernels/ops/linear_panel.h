@@ -16,18 +16,18 @@ template <int kBits, WeightKind kKind>
 void unpack_panel(const PackedLinear& w, int tile_begin, int tiles, int slice_begin, int slice_end,
                   uint8_t* out) {
     const int per_group = w.slices_per_group, header_bytes = w.header_bytes(), slice_bytes = w.slice_bytes();
+    const TilePlaces places(w);
+    const size_t group_bytes = w.group_bytes();
     for (int n = 0; n < tiles; ++n) {
-        const uint8_t* tile = w.tiles + (tile_begin + n) * w.tile_bytes();
+        const uint8_t *tile = places.body(tile_begin + n), *lower = places.lower(tile_begin + n);
         for (int s = slice_begin; s < slice_end; ++s) {
             uint8_t* slice = out + static_cast<size_t>(s - slice_begin) * kPanelSlice;
             const int group = s / per_group;
-            const uint8_t* header_at =
-                tile +
-                static_cast<size_t>(group) * (header_bytes + static_cast<size_t>(per_group) * slice_bytes);
+            const uint8_t* header_at = tile + group * group_bytes;
             const uint8_t* p =
                 header_at + header_bytes + static_cast<size_t>(s - group * per_group) * slice_bytes;
             Bytes weights[8];
-            unpack_slice<kBits, kKind>(p, weights);
+            unpack_slice<kBits, kKind>(p, lower + static_cast<size_t>(s) * slice_bytes, weights);
             for (int j = 0; j < 8; ++j) store_bytes(slice + (j * kPanelTiles + n) * 64, weights[j]);
             const Header header = read_header<kKind>(header_at);
             uint8_t* scales = slice + kPanelWeights;

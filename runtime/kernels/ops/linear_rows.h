@@ -4,18 +4,26 @@
 // The headers and slices of kStreams rows of tiles that lie side by side.
 template <WeightKind kKind, int kStreams>
 struct TileStreams {
-    static constexpr int kPrefetchBytes = 4096;
+    static constexpr bool kHalved = kKind == WeightKind::kHalves;
+    static constexpr int kPrefetchBytes = kHalved ? 2048 : 4096;  // of each half
 
-    TileStreams(const PackedLinear& w, int tile)
+    TileStreams(const PackedLinear& w, const TilePlaces& places, int tile)
         : header_bytes(w.header_bytes()),
           slice_bytes(w.slice_bytes()),
           slices_per_group(w.slices_per_group),
-          to_next_run(static_cast<size_t>(kStreams - 1) * w.tile_bytes()) {
-        for (int n = 0; n < kStreams; ++n) p[n] = w.tiles + (tile + n) * w.tile_bytes();
-        tail = p[0] + w.tile_bytes() - kPrefetchBytes;
+          to_next_run(places.body(tile + kStreams) - places.body(tile) - places.body_bytes),
+          to_next_lower(kHalved ? places.lower(tile + kStreams) - places.lower(tile) - places.lower_bytes
+                                : 0) {
+        for (int n = 0; n < kStreams; ++n) {
+            p[n] = places.body(tile + n);
+            if constexpr (kHalved) lower[n] = places.lower(tile + n);
+        }
+        tail = p[0] + places.body_bytes - kPrefetchBytes;
+        if constexpr (kHalved) lower_tail = lower[0] + places.lower_bytes - kPrefetchBytes;
     }
 
-    // Goes on to the next slice: `at[n]` is where stream n has it, `header[n]` that of its group.
+    // Goes on to the next slice: `at[n]` is where stream n has it, `lower_at[n]` where its lower half is,
+    // `header[n]` that of its group.
     void next() {
         if (left == 0) {
             for (int n = 0; n < kStreams; ++n) {
@@ -32,24 +40,33 @@ struct TileStreams {
             at[n] = p[n];
             for (int line = 0; line < slice_bytes; line += 64) prefetch(p[n] + ahead + line);
             p[n] += slice_bytes;
+            if constexpr (kHalved) {
+                lower_at[n] = lower[n];
+                const size_t further = kPrefetchBytes + (lower[0] >= lower_tail ? to_next_lower : 0);
+                for (int line = 0; line < slice_bytes; line += 64) prefetch(lower[n] + further + line);
+                lower[n] += slice_bytes;
+            }
         }
     }
 
     const uint8_t* at[kStreams];
+    const uint8_t* lower_at[kStreams] = {};
     Header header[kStreams] = {};
 
   private:
     const uint8_t* p[kStreams];
-    const uint8_t* tail;
+    const uint8_t* lower[kStreams] = {};
+    const uint8_t *tail, *lower_tail = nullptr;
     const int header_bytes, slice_bytes, slices_per_group;
-    const size_t to_next_run;
+    const size_t to_next_run, to_next_lower;
     int left = 0;
 };
 
 // One token and one row of tiles: weights are unpacked 64 bytes at a time and used at once.
 template <int kBits, WeightKind kKind>
-inline void one_token(const PackedLinear& w, Activations x, int token, float* y, size_t stride, int tile) {
-    TileStreams<kKind, 1> stream(w, tile);
+inline void one_token(const PackedLinear& w, const TilePlaces& places, Activations x, int token, float* y,
+                      size_t stride, int tile) {
+    TileStreams<kKind, 1> stream(w, places, tile);
     const int slices = w.slices(), place = token % kBlockTokens;
     const uint8_t* block = x.block(token / kBlockTokens);
     F32 acc = zero();
@@ -61,7 +78,7 @@ inline void one_token(const PackedLinear& w, Activations x, int token, float* y,
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
             Bytes weights[2];
-            unpack_pair<kBits, kKind>(stream.at[0], j, weights);
+            unpack_pair<kBits, kKind>(stream.at[0], stream.lower_at[0], j, weights);
             even = dot4<kWholeBytes<kBits, kKind>>(even, weights[0], broadcast4(q + j * 8));
             odd = dot4<kWholeBytes<kBits, kKind>>(odd, weights[1], broadcast4(q + j * 8 + 4));
         }
@@ -73,8 +90,9 @@ inline void one_token(const PackedLinear& w, Activations x, int token, float* y,
 // A few tokens, the first of a block (or one alone). A slice is unpacked into registers and stays there for
 // all tokens; an activation is broadcast once for all streams.
 template <int kBits, WeightKind kKind, int kStreams, int kTokens>
-inline void few_tokens(const PackedLinear& w, Activations x, int token, float* y, size_t stride, int tile) {
-    TileStreams<kKind, kStreams> streams(w, tile);
+inline void few_tokens(const PackedLinear& w, const TilePlaces& places, Activations x, int token, float* y,
+                       size_t stride, int tile) {
+    TileStreams<kKind, kStreams> streams(w, places, tile);
     const int slices = w.slices();
     const size_t block_stride = static_cast<size_t>(x.slices) * kActivationBytes;
     const uint8_t* block = x.block(token / kBlockTokens);
@@ -86,7 +104,8 @@ inline void few_tokens(const PackedLinear& w, Activations x, int token, float* y
         streams.next();
         Bytes weights[kStreams][8];
 #pragma GCC unroll 4
-        for (int n = 0; n < kStreams; ++n) unpack_slice<kBits, kKind>(streams.at[n], weights[n]);
+        for (int n = 0; n < kStreams; ++n)
+            unpack_slice<kBits, kKind>(streams.at[n], streams.lower_at[n], weights[n]);
 #pragma GCC unroll 8
         for (int i = 0; i < kTokens; ++i) {
             const TokenSlice input{block + i / kBlockTokens * block_stride, i % kBlockTokens};
@@ -117,29 +136,31 @@ inline void few_tokens(const PackedLinear& w, Activations x, int token, float* y
 }
 
 template <int kBits, WeightKind kKind, int kStreams>
-inline void few_tokens_tiles(const PackedLinear& w, Activations x, float* y, size_t stride, int tile) {
+inline void few_tokens_tiles(const PackedLinear& w, const TilePlaces& places, Activations x, float* y,
+                             size_t stride, int tile) {
     int token = 0;
     for (; token + kFewTokens <= x.tokens; token += kFewTokens)
-        few_tokens<kBits, kKind, kStreams, kFewTokens>(w, x, token, y, stride, tile);
+        few_tokens<kBits, kKind, kStreams, kFewTokens>(w, places, x, token, y, stride, tile);
     const int rest = x.tokens - token;
     if constexpr (kFewTokens > 4) {
-        if (rest & 4) few_tokens<kBits, kKind, kStreams, 4>(w, x, token, y, stride, tile), token += 4;
+        if (rest & 4) few_tokens<kBits, kKind, kStreams, 4>(w, places, x, token, y, stride, tile), token += 4;
     }
-    if (rest & 2) few_tokens<kBits, kKind, kStreams, 2>(w, x, token, y, stride, tile), token += 2;
+    if (rest & 2) few_tokens<kBits, kKind, kStreams, 2>(w, places, x, token, y, stride, tile), token += 2;
     if (rest & 1) {
-        for (int n = 0; n < kStreams; ++n) one_token<kBits, kKind>(w, x, token, y, stride, tile + n);
+        for (int n = 0; n < kStreams; ++n) one_token<kBits, kKind>(w, places, x, token, y, stride, tile + n);
     }
 }
 
 template <int kBits, WeightKind kKind>
 void linear_rows_of(const PackedLinear& w, Activations x, float* y, size_t stride, int tile_begin,
                     int tile_end) {
+    const TilePlaces places(w);
     int tile = tile_begin;
     if (x.tokens == 1) {
-        for (; tile < tile_end; ++tile) one_token<kBits, kKind>(w, x, 0, y, stride, tile);
+        for (; tile < tile_end; ++tile) one_token<kBits, kKind>(w, places, x, 0, y, stride, tile);
         return;
     }
     for (; tile + kFewStreams <= tile_end; tile += kFewStreams)
-        few_tokens_tiles<kBits, kKind, kFewStreams>(w, x, y, stride, tile);
-    for (; tile < tile_end; ++tile) few_tokens_tiles<kBits, kKind, 1>(w, x, y, stride, tile);
+        few_tokens_tiles<kBits, kKind, kFewStreams>(w, places, x, y, stride, tile);
+    for (; tile < tile_end; ++tile) few_tokens_tiles<kBits, kKind, 1>(w, places, x, y, stride, tile);
 }

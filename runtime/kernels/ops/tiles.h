@@ -44,10 +44,14 @@ inline F32 accumulate(F32 acc, I32 dot, const TokenSlice& x, const Header& heade
     return acc;
 }
 
-// The weights of inputs 8j .. 8j+3 and 8j+4 .. 8j+7 of a slice.
+// The weights of inputs 8j .. 8j+3 and 8j+4 .. 8j+7 of a slice; `lower` has the lower halves of kHalves.
 template <int kBits, WeightKind kKind>
-inline void unpack_pair(const uint8_t* p, int j, Bytes (&w)[2]) {
-    if constexpr (kBits == 4) {
+inline void unpack_pair(const uint8_t* p, const uint8_t* lower, int j, Bytes (&w)[2]) {
+    if constexpr (kKind == WeightKind::kHalves) {
+        const Bytes high = load_bytes(p + j * 64), low = load_bytes(lower + j * 64);
+        w[0] = join_low_nibbles(high, low);
+        w[1] = join_high_nibbles(high, low);
+    } else if constexpr (kBits == 4) {
         const Bytes packed = load_bytes(p + j * 64);
         w[0] = low_nibbles(packed);
         w[1] = high_nibbles(packed);
@@ -62,11 +66,11 @@ inline void unpack_pair(const uint8_t* p, int j, Bytes (&w)[2]) {
 }
 
 template <int kBits, WeightKind kKind>
-inline void unpack_slice(const uint8_t* p, Bytes (&w)[8]) {
+inline void unpack_slice(const uint8_t* p, const uint8_t* lower, Bytes (&w)[8]) {
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
         Bytes pair[2];
-        unpack_pair<kBits, kKind>(p, j, pair);
+        unpack_pair<kBits, kKind>(p, lower, j, pair);
         w[2 * j] = pair[0];
         w[2 * j + 1] = pair[1];
     }

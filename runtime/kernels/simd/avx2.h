@@ -43,6 +43,12 @@ inline F32 select_less(F32 x, F32 y, F32 yes, F32 no) {
 }
 
 inline __m256i load_half(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline bool any_not_less(F32 y, float x) {
+    const __m256 all = _mm256_set1_ps(x);
+    const __m256 a = _mm256_cmp_ps(y.a, all, _CMP_NLT_UQ), b = _mm256_cmp_ps(y.b, all, _CMP_NLT_UQ);
+    return _mm256_movemask_ps(_mm256_or_ps(a, b)) != 0;
+}
+
 inline I32 load_int(const int32_t* p) { return {load_half(p), load_half(p + 8)}; }
 inline void store_int(int32_t* p, I32 x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
@@ -95,6 +101,18 @@ inline Bytes low_nibbles(Bytes x) {
 }
 inline Bytes high_nibbles(Bytes x) {
     return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
+}
+inline __m256i join_half(__m256i upper, __m256i lower) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    return _mm256_or_si256(_mm256_andnot_si256(mask, upper), _mm256_and_si256(mask, lower));
+}
+inline Bytes join_low_nibbles(Bytes upper, Bytes lower) {
+    return {join_half(_mm256_slli_epi16(upper.a, 4), lower.a),
+            join_half(_mm256_slli_epi16(upper.b, 4), lower.b)};
+}
+inline Bytes join_high_nibbles(Bytes upper, Bytes lower) {
+    return {join_half(upper.a, _mm256_srli_epi16(lower.a, 4)),
+            join_half(upper.b, _mm256_srli_epi16(lower.b, 4))};
 }
 inline Bytes look_up(const uint8_t (&table)[16], Bytes codes) {
     const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));

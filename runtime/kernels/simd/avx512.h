@@ -30,6 +30,10 @@ inline F32 abs(F32 a) { return {_mm512_abs_ps(a.v)}; }
 inline F32 select_less(F32 a, F32 b, F32 yes, F32 no) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
 }
+// Whether an element is not under x: at least x, or no number.
+inline bool any_not_less(F32 a, float x) {
+    return _mm512_cmp_ps_mask(a.v, _mm512_set1_ps(x), _CMP_NLT_UQ) != 0;
+}
 
 inline I32 load_int(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 inline void store_int(int32_t* p, I32 a) { _mm512_storeu_si512(p, a.v); }
@@ -68,6 +72,13 @@ inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline void store_bytes(uint8_t* p, Bytes a) { _mm512_storeu_si512(p, a.v); }
 inline Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 inline Bytes high_nibbles(Bytes a) { return low_nibbles({_mm512_srli_epi16(a.v, 4)}); }
+// Bytes of a nibble of `upper` over one of `lower`: both their low ones, or both their high ones.
+inline Bytes join_low_nibbles(Bytes upper, Bytes lower) {
+    return {_mm512_ternarylogic_epi64(_mm512_slli_epi16(upper.v, 4), lower.v, _mm512_set1_epi8(15), 0xD8)};
+}
+inline Bytes join_high_nibbles(Bytes upper, Bytes lower) {
+    return {_mm512_ternarylogic_epi64(upper.v, _mm512_srli_epi16(lower.v, 4), _mm512_set1_epi8(15), 0xD8)};
+}
 // table[code], for codes under 16.
 inline Bytes look_up(const uint8_t (&table)[16], Bytes codes) {
     const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));

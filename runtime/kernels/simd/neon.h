@@ -57,6 +57,11 @@ inline F32 abs(F32 x) {
 inline F32 select_less(F32 x, F32 y, F32 yes, F32 no) {
     return quarters<F32>([&](int i) { return vbslq_f32(vcltq_f32(x.v[i], y.v[i]), yes.v[i], no.v[i]); });
 }
+inline bool any_not_less(F32 y, float x) {
+    uint32x4_t less = vcltq_f32(y.v[0], vdupq_n_f32(x));
+    for (int i = 1; i < 4; ++i) less = vandq_u32(less, vcltq_f32(y.v[i], vdupq_n_f32(x)));
+    return vminvq_u32(less) == 0;
+}
 
 inline I32 load_int(const int32_t* p) {
     return quarters<I32>([&](int i) { return vld1q_s32(p + 4 * i); });
@@ -126,6 +131,12 @@ inline Bytes low_nibbles(Bytes x) {
 }
 inline Bytes high_nibbles(Bytes x) {
     return quarters<Bytes>([&](int i) { return vshrq_n_u8(x.v[i], 4); });
+}
+inline Bytes join_low_nibbles(Bytes upper, Bytes lower) {
+    return quarters<Bytes>([&](int i) { return vsliq_n_u8(lower.v[i], upper.v[i], 4); });
+}
+inline Bytes join_high_nibbles(Bytes upper, Bytes lower) {
+    return quarters<Bytes>([&](int i) { return vsriq_n_u8(upper.v[i], lower.v[i], 4); });
 }
 inline Bytes look_up(const uint8_t (&table)[16], Bytes codes) {
     return quarters<Bytes>([&](int i) { return vqtbl1q_u8(vld1q_u8(table), codes.v[i]); });

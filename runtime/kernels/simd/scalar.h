@@ -58,6 +58,12 @@ inline F32 abs(F32 a) {
 inline F32 select_less(F32 a, F32 b, F32 yes, F32 no) {
     return lanes<F32>([&](int i) { return a.v[i] < b.v[i] ? yes.v[i] : no.v[i]; });
 }
+inline bool any_not_less(F32 a, float x) {
+    for (float y : a.v) {
+        if (!(y < x)) return true;
+    }
+    return false;
+}
 
 inline I32 load_int(const int32_t* p) {
     I32 a;
@@ -128,6 +134,14 @@ inline Bytes low_nibbles(Bytes a) {
 inline Bytes high_nibbles(Bytes a) {
     for (uint8_t& x : a.v) x >>= 4;
     return a;
+}
+inline Bytes join_low_nibbles(Bytes upper, Bytes lower) {
+    for (int i = 0; i < 64; ++i) upper.v[i] = static_cast<uint8_t>(upper.v[i] << 4 | (lower.v[i] & 15));
+    return upper;
+}
+inline Bytes join_high_nibbles(Bytes upper, Bytes lower) {
+    for (int i = 0; i < 64; ++i) upper.v[i] = static_cast<uint8_t>((upper.v[i] & 240) | lower.v[i] >> 4);
+    return upper;
 }
 inline Bytes look_up(const uint8_t (&table)[16], Bytes codes) {
     for (uint8_t& x : codes.v) x = table[x];
