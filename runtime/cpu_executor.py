@@ -128,8 +128,13 @@ class CpuExecutor:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the tiles of all linear layers and the head: what every step reads."""
+        """Bytes of the tiles of all linear layers and the head: what a step reads."""
         return self._weight_bytes
+
+    @property
+    def skipped_bytes(self) -> int:
+        """Bytes of the head that the last step did without: where only the highest logit was wanted."""
+        return int(self._open().skipped_bytes)
 
     @property
     def isa(self) -> str:

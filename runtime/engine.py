@@ -227,7 +227,7 @@ class Engine:
             self._scheduler.observe(shape, step.seconds)
             if self._speculator is not None and not shape.prefills:
                 self._speculator.observe_step(shape.decodes, shape.draft_tokens, step.seconds)
-            self._recorder.step(step, chunks)
+            self._recorder.step(step, chunks, self._executor.skipped_bytes)
             if self._on_step is not None:
                 self._on_step(step)
 

@@ -41,7 +41,12 @@ class Executor(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that every step reads."""
+        """Bytes of the weights that a step reads."""
+        ...
+
+    @property
+    def skipped_bytes(self) -> int:
+        """Of these, what the last step did without."""
         ...
 
     @property

@@ -226,6 +226,10 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
         return logits
 
     @property
+    def skipped_bytes(self) -> int:
+        return 0
+
+    @property
     def best_tokens(self) -> None:
         return None
 

@@ -87,8 +87,8 @@ class StatisticsRecorder:
         self.first_token, self.between_tokens = LatencyHistogram(), LatencyHistogram()
         self.latency = LatencyHistogram()
 
-    def step(self, step: StepStatistics, chunks: Listed[Chunk[Sequence]]) -> None:
-        """A step was run, and its tokens chosen."""
+    def step(self, step: StepStatistics, chunks: Listed[Chunk[Sequence]], skipped_bytes: int) -> None:
+        """A step was run, and its tokens chosen; of the weights `skipped_bytes` were not read."""
         shape = step.shape
         self.steps += 1
         self.prefill_tokens += shape.prefill_tokens
@@ -97,7 +97,7 @@ class StatisticsRecorder:
         self.busy_seconds += step.seconds
         self.executor_seconds += step.executor_seconds
         self.last_step = step
-        self.bytes_read += self._weight_bytes
+        self.bytes_read += self._weight_bytes - skipped_bytes
         for window, token_bytes in self._windows:
             for chunk in chunks:
                 context = chunk.sequence.computed

@@ -152,6 +152,10 @@ class Decoder:
     @property
     def threads(self) -> int: ...
     @property
+    def skipped_bytes(self) -> int:
+        """Bytes of weights that every step reads but the last."""
+
+    @property
     def step_bytes(self) -> int:
         """Bytes of the buffers that steps of the reserved sizes write to."""
 

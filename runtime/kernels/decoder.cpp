@@ -102,6 +102,7 @@ void Decoder::step(const StepInput& input, float* logits) {
     plan_.make(input);
     copies_ = input.tokens == 1 && input.rows <= 1 && stream_ == nullptr && config_.is_mixture.empty();
     picks_ = input.rows < input.tokens && stream_ == nullptr && weights_.layers.back().experts.empty();
+    skipped_bytes_ = 0;
     // Beside other tokens the head is a small part of a step, and for several rows a search takes longer.
     searches_ =
         input.best_only && input.tokens == 1 && input.rows == 1 && search_ != nullptr && search_->begin();
@@ -339,7 +340,9 @@ void Decoder::search_head(int thread, Activations input) {
     pool_.barrier();
     search_->search(thread, input, logits_, work[1]);
     pool_.barrier();
-    if (thread == 0) best_tokens_[0] = search_->best();
+    if (thread > 0) return;
+    best_tokens_[0] = search_->best();
+    skipped_bytes_ = search_->skipped_bytes();
 }
 
 // At the beginning of a part whose work is shared out while it goes on: the other threads take what this one

@@ -59,6 +59,9 @@ class Decoder {
     // Of each row of the last step the first of the highest logits.
     const std::vector<int32_t>& best_tokens() const { return best_tokens_; }
 
+    // Bytes of weights that every step reads but the last.
+    size_t skipped_bytes() const { return skipped_bytes_; }
+
     int logit_stride() const { return round_up(config_.vocab_size, kTileRows); }
     int num_blocks() const { return num_blocks_; }
     const KvShape& kv_shape() const { return kv_shape_; }
@@ -163,6 +166,7 @@ class Decoder {
     std::vector<int32_t> best_tokens_;    // [rows]
     std::unique_ptr<HeadSearch> search_;  // where the head stays in memory and nothing is done to logits
     bool searches_ = false;
+    size_t skipped_bytes_ = 0;
 };
 
 template <typename Function>

@@ -166,6 +166,7 @@ class PyDecoder {
     }
 
     std::vector<int32_t> best_tokens() const { return decoder_->best_tokens(); }
+    size_t skipped_bytes() const { return decoder_->skipped_bytes(); }
     int logit_stride() const { return decoder_->logit_stride(); }
     size_t page_bytes() const { return decoder_->kv_shape().page_bytes(); }
     std::string isa() const { return decoder_->kernels().name; }
@@ -311,6 +312,7 @@ void bind_decoder(nb::module_& m) {
         .def("read_blocks", &PyDecoder::read_blocks, "ids"_a.noconvert(), "group"_a.noconvert())
         .def("write_blocks", &PyDecoder::write_blocks, "ids"_a.noconvert(), "data"_a, "group"_a.noconvert())
         .def_prop_ro("best_tokens", &PyDecoder::best_tokens)
+        .def_prop_ro("skipped_bytes", &PyDecoder::skipped_bytes)
         .def_prop_ro("logit_stride", &PyDecoder::logit_stride)
         .def_prop_ro("page_bytes", &PyDecoder::page_bytes)
         .def_prop_ro("isa", &PyDecoder::isa)

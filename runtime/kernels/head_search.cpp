@@ -33,10 +33,8 @@ HeadSearch::HeadSearch(const Kernels& kernels, const PackedLinear& head, int thr
 bool HeadSearch::begin() {
     if (paused_ > 0) return --paused_, false;
     if (searched_) {
-        int64_t read = 0;
-        for (const Own& own : own_) read += own.read;
         const float all = static_cast<float>(head_.tile_count()) * static_cast<float>(head_.slices());
-        share_ += (static_cast<float>(read) / all - share_) / 8;
+        share_ += (static_cast<float>(slices_read()) / all - share_) / 8;
         searched_ = false;
         if (share_ > kWorthwhile) {
             share_ = 0;
@@ -137,6 +135,17 @@ void HeadSearch::search(int thread, Activations input, float* logits, SharedWork
             raise(found.value);
         }
     });
+}
+
+int64_t HeadSearch::slices_read() const {
+    int64_t read = 0;
+    for (const Own& own : own_) read += own.read;
+    return read;
+}
+
+size_t HeadSearch::skipped_bytes() const {
+    const size_t all = head_.lower_bytes() * head_.tile_count();
+    return all - std::min(all, static_cast<size_t>(slices_read()) * head_.slice_bytes());
 }
 
 void HeadSearch::raise(float value) {

@@ -36,6 +36,8 @@ class HeadSearch {
     void search(int thread, Activations input, float* logits, SharedWork& work);
     // After a last barrier: the first of the highest, or of those that are no number.
     int best() const;
+    // Bytes of the head that were not read.
+    size_t skipped_bytes() const;
 
   private:
     static constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -68,6 +70,7 @@ class HeadSearch {
     HeadSlice* slices(int thread) const {
         return reinterpret_cast<HeadSlice*>(slices_.data()) + static_cast<size_t>(thread) * head_.slices();
     }
+    int64_t slices_read() const;
     void raise(float value);
 
     const Kernels& kernels_;

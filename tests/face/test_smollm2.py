@@ -67,7 +67,7 @@ def test_the_highest_logit_alone_is_found_with_a_part_of_the_head(smollm2: Any) 
     ]
     whole = prompt_batch(text, 1, 16)
     expected = executor.step(whole).copy()
-    computed = []
+    computed, skipped = [], []
     for t in range(64, 192):
         batch = Batch(
             token_ids=whole.token_ids[t : t + 1],
@@ -84,7 +84,12 @@ def test_the_highest_logit_alone_is_found_with_a_part_of_the_head(smollm2: Any) 
         assert best in found
         assert np.array_equal(row[found], expected[t][found])
         computed.append(len(found))
+        skipped.append(executor.skipped_bytes)
     assert np.median(computed) < artifact.spec.vocab_size / 50
+    half = artifact.spec.vocab_size * artifact.spec.hidden_size / 2
+    assert 0.6 * half < np.median(skipped) < half
+    executor.step(whole)
+    assert executor.skipped_bytes == 0
     executor.close()
 
 

@@ -127,6 +127,7 @@ class NumpyExecutor:
         self.fail_at: dict[int, BaseException] = {}
         self.closed = False
         self.weight_bytes = self.weights.nbytes
+        self.skipped_bytes = 100
 
     def allocate_kv(self, num_blocks: int, page_size: int, kv_dtype: str = "f32") -> None:
         groups = len(self.spec.window_groups)

@@ -190,7 +190,7 @@ def test_the_statistics_say_what_was_done(make_engine: Make, make_executor: Make
     assert found.time_between_tokens.p99 == pytest.approx(0.1, rel=0.1)
     assert found.latency.count == 1
     page = executor.kv_layout.bytes_per_block / 4
-    read = 6 * executor.weight_bytes + page * sum(
+    read = 6 * (executor.weight_bytes - executor.skipped_bytes) + page * sum(
         int(b.past_lens.sum()) + len(b.token_ids) for b in executor.steps
     )
     assert found.bandwidth_share == pytest.approx(read / found.executor_seconds / 1e6, rel=0.01)
