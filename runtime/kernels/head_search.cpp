@@ -15,7 +15,7 @@ constexpr int kSearchTiles = 64;        // as many as `reaching_tiles` looks at 
 constexpr float kMiddle = 7.5f, kRounding = 8.0f;
 // Of the lower halves' slices: above the first, searching takes longer than computing all; above the second a
 // search computes what is left to be looked at.
-constexpr float kWorthwhile = 0.3f, kMostRead = 0.4f;
+constexpr float kWorthwhile = 0.5f, kMostRead = 0.6f;
 constexpr int kPausedSteps = 64;
 
 int runs_of(int tiles, int of) { return (tiles + of - 1) / of; }
