@@ -84,7 +84,8 @@ def step_bytes(run: RunSettings) -> int:
     widest, wide = max(hidden, inner, q, *_expert_sizes(spec)), max(hidden, q + 2 * kv, 2 * inner)
     rotary = sum(rope.rotary_dim for rope in spec.ropes)
     # Of a search for the highest logit: the quantized row, what is unknown of it by group and by slice.
-    search = hidden // 32 * (208 + 4 + 16)
+    streamed = run.residency is not None and run.residency.streamed_head
+    search = 0 if streamed or spec.logit_softcap else hidden // 32 * (208 + 4 + 16)
     # Rows in float32, three times as int8 with 20 bytes more for 32 of them, the rotary tables, positions.
     token = 4 * (hidden + wide + q) + 3 * _quantized(widest) + 4 * rotary + 8
     return (

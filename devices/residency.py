@@ -75,8 +75,8 @@ class ResidencyPlan:
         if not self.streams_in_order:
             return 0
         largest = max(layer_bytes[layer] for layer in self.streamed_layers or range(self.num_layers))
-        tile = -(-(head_block_bytes + PAGE) // PAGE) * PAGE if self.streamed_head else 0
-        return max(largest, tile)
+        block = -(-(head_block_bytes + PAGE) // PAGE) * PAGE if self.streamed_head else 0
+        return max(largest, block)
 
     def stream_buffer_bytes(self, layer_bytes: Sequence[int], head_block_bytes: int) -> int:
         """Bytes of all buffers, in whole huge pages where they take one."""

@@ -313,7 +313,7 @@ def _config(spec: ModelSpec, max_position: int) -> dict[str, Any]:
 def _ends(source: PackedSource, name: str) -> PackedLinear:
     """The embedding or the head: 8 bits, symmetric, in halves."""
     packed = source.linear(name)
-    if packed.kind != HALVES:
+    if packed.kind != HALVES or packed.permutation is not None:
         raise UnsupportedModelError(f"tensor {name} is not 8-bit symmetric, as embedding and head are")
     return packed
 

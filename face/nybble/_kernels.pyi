@@ -135,8 +135,7 @@ class Decoder:
         best_only: bool = False,
     ) -> None:
         """Writes `logits` [R or more, `logit_stride`]; with `best_only` others than a row's highest may be
-        -infinity. Releases the GIL. Raises `RuntimeError` where streamed
-        weights could not be read."""
+        -infinity. Releases the GIL. Raises `RuntimeError` where streamed weights could not be read."""
 
     def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32], group: int) -> None: ...
     def read_blocks(self, ids: NDArray[np.int32], group: int) -> bytes: ...

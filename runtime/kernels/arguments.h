@@ -53,7 +53,7 @@ inline PackedLinear packed_linear(const char* name, const Tiles& tiles, int rows
         !((bits == 4 && four) || (bits == 8 && eight))) {
         fail(name, "has a shape or kind that no tile expresses");
     }
-    PackedLinear w{tiles.data(), rows, columns, bits, static_cast<WeightKind>(kind), slices_per_group, 0};
+    PackedLinear w{tiles.data(), rows, columns, bits, static_cast<WeightKind>(kind), slices_per_group};
     check_size(name, tiles.size(), w.bytes());
     return w;
 }

@@ -103,7 +103,7 @@ void Decoder::step(const StepInput& input, float* logits) {
     copies_ = input.tokens == 1 && input.rows <= 1 && stream_ == nullptr && config_.is_mixture.empty();
     picks_ = input.rows < input.tokens && stream_ == nullptr && weights_.layers.back().experts.empty();
     skipped_bytes_ = 0;
-    // Beside other tokens the head is a small part of a step, and for several rows a search takes longer.
+    // Beside other tokens the head is a small part of a step, and for many rows a search takes longer.
     searches_ =
         input.best_only && input.tokens == 1 && input.rows == 1 && search_ != nullptr && search_->begin();
     all_ = {buffers_.residual.floats(), input.tokens, nullptr};
@@ -334,11 +334,13 @@ void Decoder::head(int thread) {
 
 void Decoder::search_head(int thread, Activations input) {
     SharedWork* work = work_.data() + static_cast<size_t>(config_.num_layers) * kPhasesPerLayer;
+    keep_reading(thread);
     search_->bound(thread, logits_, work[0]);
     pool_.barrier();
     search_->settle(thread, input, logits_);
     pool_.barrier();
-    search_->search(thread, input, logits_, work[1]);
+    keep_reading(thread);
+    search_->search(thread, pool_.running(), input, logits_, work[1]);
     pool_.barrier();
     if (thread > 0) return;
     best_tokens_[0] = search_->best();

@@ -154,7 +154,7 @@ class Decoder {
     StepBuffers buffers_;
     ExpertRows experts_;
     std::vector<const float*> expert_outputs_;  // [threads][experts of a token]
-    std::vector<SharedWork> work_;              // one a phase that deals work, the head's pieces last
+    std::vector<SharedWork> work_;  // one a phase that deals work, last the head's pieces or a search's two
     const StepInput* input_ = nullptr;
     // In a step of one token every thread has its residual and quantizes the inputs of products for itself:
     // that takes less time than to wait for another that does.

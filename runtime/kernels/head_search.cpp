@@ -17,6 +17,7 @@ constexpr float kMiddle = 7.5f, kRounding = 8.0f;
 // search computes what is left to be looked at.
 constexpr float kWorthwhile = 0.5f, kMostRead = 0.6f;
 constexpr int kPausedSteps = 64;
+constexpr float kLargestScale = 65504;  // an f16
 
 int runs_of(int tiles, int of) { return (tiles + of - 1) / of; }
 
@@ -38,7 +39,7 @@ bool HeadSearch::begin() {
         searched_ = false;
         if (share_ > kWorthwhile) {
             share_ = 0;
-            paused_ = kPausedSteps;
+            paused_ = kPausedSteps - 1;
             return false;
         }
     }
@@ -84,7 +85,7 @@ bool HeadSearch::prepare(int thread, Activations input) {
         out[s] = {s, -16 * middle, scale, bound};
     }
     std::sort(out, out + slices, [](const HeadSlice& a, const HeadSlice& b) { return a.bound > b.bound; });
-    return std::isfinite(total);
+    return std::isfinite(total * kLargestScale);
 }
 
 void HeadSearch::bound(int thread, float* logits, SharedWork& work) {
@@ -110,10 +111,10 @@ void HeadSearch::settle(int thread, Activations input, float* logits) {
     std::fill_n(of_tile, kTileRows, kInfinity);  // these are no bounds: the search computes them again
 }
 
-void HeadSearch::search(int thread, Activations input, float* logits, SharedWork& work) {
+void HeadSearch::search(int thread, int running, Activations input, float* logits, SharedWork& work) {
     const int tiles = head_.tile_count(), slices = head_.slices();
     const auto most = static_cast<int64_t>(kMostRead * static_cast<float>(tiles) *
-                                           static_cast<float>(slices) / static_cast<float>(own_.size()));
+                                           static_cast<float>(slices) / static_cast<float>(running));
     Own& own = own_[thread];
     work.run(thread, runs_of(tiles, kSearchTiles), [&](int run) {
         const int begin = run * kSearchTiles, end = std::min(begin + kSearchTiles, tiles);
@@ -128,7 +129,7 @@ void HeadSearch::search(int thread, Activations input, float* logits, SharedWork
                 continue;
             }
             kernels_.linear_rows(head_, input, logits, 0, tile, tile + 1);
-            own.read += slices;
+            if (looked_at == 0) own.read += slices;
             const int i = kernels_.best_logit(of_tile, std::min(kTileRows, head_.rows - tile * kTileRows));
             const Best found{of_tile[i], tile * kTileRows + i};
             if (found.precedes(own.best)) own.best = found;

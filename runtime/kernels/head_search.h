@@ -29,11 +29,12 @@ class HeadSearch {
 
     // Every thread looks at the quantized row, `input`, for itself. False where not all its numbers are
     // finite: nothing can be said then. Otherwise the phases follow, with a barrier before each but the
-    // first. `logits` is the row; those that were not computed become -infinity.
+    // first; `running` threads share the work. `logits` is the row; those that were not computed become
+    // -infinity.
     bool prepare(int thread, Activations input);
     void bound(int thread, float* logits, SharedWork& work);
     void settle(int thread, Activations input, float* logits);
-    void search(int thread, Activations input, float* logits, SharedWork& work);
+    void search(int thread, int running, Activations input, float* logits, SharedWork& work);
     // After a last barrier: the first of the highest, or of those that are no number.
     int best() const;
     // Bytes of the head that were not read.

@@ -36,9 +36,9 @@ constexpr uint8_t kNf4Bytes[16] = {1, 40, 61, 78, 92, 105, 116, 128, 138, 148, 1
 // One linear layer. Tiles of 16 rows, each row of tiles contiguous: for every group a header (16 f16 scales,
 // then 16 u8 zero points or 16 f16 minima), then its slices. A 4-bit slice is 256 bytes: for j in 0..3, 64
 // bytes with 4 of each row; low nibbles are inputs 8j .. 8j+3, high nibbles 8j+4 .. 8j+7. An 8-bit slice is
-// 512 bytes: for j in 0..7, 64 bytes with inputs 4j .. 4j+3 of each row. Of kHalves, four rows of
-// tiles (at the end fewer) are those of the upper halves, as of a matrix of 4 bits, and after them those of
-// the lower halves, arranged alike but without headers.
+// 512 bytes: for j in 0..7, 64 bytes with inputs 4j .. 4j+3 of each row. Of kHalves, four rows of tiles (at
+// the end fewer) are those of the upper halves, as of a matrix of 4 bits, and after them those of the lower
+// halves, arranged alike but without headers.
 struct PackedLinear {
     const uint8_t* tiles = nullptr;
     int rows = 0;
@@ -74,14 +74,8 @@ struct PackedLinear {
     PackedLinear upper_halves() const {
         return {tiles, rows, columns, 4, WeightKind::kSymmetric, slices_per_group, true};
     }
-    // Of kHalves rows of tiles that lie together, elsewhere.
+    // Of kHalves, how many times rows of tiles lie together, and the bytes of those that do.
     int block_count() const { return (tile_count() + kBlockTiles - 1) / kBlockTiles; }
-    PackedLinear block(int index, const uint8_t* at) const {
-        PackedLinear w = *this;
-        w.tiles = at;
-        w.rows = std::min(kBlockTiles * kTileRows, rows - index * kBlockTiles * kTileRows);
-        return w;
-    }
     size_t block_bytes() const { return tile_bytes() * std::min(kBlockTiles, tile_count()); }
 };
 
@@ -90,12 +84,13 @@ struct TilePlaces {
     explicit TilePlaces(const PackedLinear& w)
         : tiles(w.tiles), body_bytes(w.body_bytes()), lower_bytes(w.lower_bytes()), count(w.tile_count()) {}
 
-    const uint8_t* body(int tile) const {
-        return tiles + tile * body_bytes + tile / kBlockTiles * (kBlockTiles * lower_bytes);
+    const uint8_t* body(int tile) const { return tiles + body_at(tile); }
+    const uint8_t* lower(int tile) const { return tiles + lower_at(tile); }
+    size_t body_at(int tile) const {
+        return tile * body_bytes + tile / kBlockTiles * (kBlockTiles * lower_bytes);
     }
-    const uint8_t* lower(int tile) const {
-        const int end = std::min((tile / kBlockTiles + 1) * kBlockTiles, count);
-        return tiles + end * body_bytes + tile * lower_bytes;
+    size_t lower_at(int tile) const {
+        return std::min((tile / kBlockTiles + 1) * kBlockTiles, count) * body_bytes + tile * lower_bytes;
     }
 
     const uint8_t* tiles;

@@ -5,58 +5,57 @@
 #include "tile_rows.h"
 
 namespace nybble {
-namespace {
-
-constexpr int kBlockRows = kBlockTiles * kTileRows;
-
-}  // namespace
 
 RowReads::RowReads(const StreamSettings& settings, StreamTrouble& trouble)
     : settings_(settings), trouble_(trouble) {
     if (settings.matrix.rows == 0) return;
     rows_.allocate(row_bytes(settings.matrix) * kRowsAtOnce);
-    blocks_.allocate(block_memory() * kBlocks);
+    places_.allocate(place_bytes() * kPlaces);
 }
 
-// What a block takes wherever it lies, in whole units.
-size_t RowReads::block_memory() const {
-    return (settings_.matrix.block_bytes() / kDirectAlignment + 2) * kDirectAlignment;
+// What a half takes wherever it lies, in whole units; the upper ones have headers.
+size_t RowReads::place_bytes() const {
+    return (settings_.matrix.body_bytes() / kDirectAlignment + 2) * kDirectAlignment;
 }
 
-size_t RowReads::free_block() const {
-    return static_cast<size_t>(std::find(block_used_, block_used_ + kBlocks, false) - block_used_);
+size_t RowReads::free_place() const {
+    return static_cast<size_t>(std::find(place_used_, place_used_ + kPlaces, false) - place_used_);
 }
 
 void RowReads::want(const int32_t* ids, int count) {
     std::copy_n(ids, count, ids_);
-    count_ = missing_ = count;
+    reads_wanted_ = missing_ = 2 * count;
     taken_ = 0;
 }
 
-bool RowReads::may_read() { return trouble_.problem.empty() && taken_ < count_ && free_block() < kBlocks; }
+bool RowReads::may_read() {
+    return trouble_.problem.empty() && taken_ < reads_wanted_ && free_place() < kPlaces;
+}
 
 ReadRequest RowReads::take(uint32_t tag) {
-    const size_t index = free_block();
-    const int32_t id = ids_[taken_];
-    const PackedLinear& matrix = settings_.matrix;
-    const int number = id / kBlockRows;
-    const size_t bytes = matrix.block(number, nullptr).bytes();
-    const int64_t begin = settings_.matrix_offset + static_cast<int64_t>(matrix.block_bytes()) * number;
+    const size_t index = free_place();
+    const int row = taken_ / 2, tile = ids_[row] / kTileRows;
+    const bool lower = taken_ % 2 != 0;
+    const TilePlaces places(settings_.matrix);
+    const size_t bytes = lower ? places.lower_bytes : places.body_bytes;
+    const size_t offset = lower ? places.lower_at(tile) : places.body_at(tile);
+    const int64_t begin = settings_.matrix_offset + static_cast<int64_t>(offset);
     const size_t at = static_cast<size_t>(begin) % kDirectAlignment;
     const size_t whole = (at + bytes + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
-    block_used_[index] = true;
-    reads_[tag] = {taken_++, id, index, at};
-    return {tag, begin - static_cast<int64_t>(at), whole, block(index)};
+    place_used_[index] = true;
+    reads_[tag] = {row, ids_[row], lower, index, at};
+    ++taken_;
+    return {tag, begin - static_cast<int64_t>(at), whole, place(index)};
 }
 
 void RowReads::finish(uint32_t tag, bool current, const std::string& reason) {
     const Read& read = reads_[tag];
-    block_used_[read.block] = false;
+    place_used_[read.place] = false;
     if (!current) return;
     if (!reason.empty()) return trouble_.note(name(), reason);
-    const PackedLinear& matrix = settings_.matrix;
-    const PackedLinear held = matrix.block(read.id / kBlockRows, block(read.block) + read.block_at);
-    copy_row(held, read.id % kBlockRows, rows_.data() + row_bytes(matrix) * read.row);
+    const uint8_t* half = place(read.place) + read.begin_at;
+    uint8_t* row = rows_.data() + row_bytes(settings_.matrix) * read.row;
+    (read.lower ? copy_lower : copy_upper)(settings_.matrix, half, read.id % kTileRows, row);
     --missing_;
 }
 

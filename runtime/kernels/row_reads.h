@@ -1,4 +1,5 @@
-// Single rows of a matrix that lies in a file as tiles.
+// Single rows of a matrix that lies in a file as tiles of kHalves. A row takes two reads: of the upper halves
+// of its row of tiles, and of the lower ones.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +17,7 @@ class RowReads final : public ReadPart {
 
     RowReads(const StreamSettings& settings, StreamTrouble& trouble);
 
-    void rewind() { count_ = taken_ = missing_ = 0; }
+    void rewind() { reads_wanted_ = taken_ = missing_ = 0; }
     // These rows, at most kRowsAtOnce, are wanted.
     void want(const int32_t* ids, int count);
 
@@ -30,27 +31,28 @@ class RowReads final : public ReadPart {
     const uint8_t* rows() const { return rows_.data(); }
 
   private:
-    static constexpr size_t kBlocks = 4;  // that are read at once
+    static constexpr size_t kPlaces = 8;  // for halves of rows of tiles, that are read at once
 
     struct Read {
         int row;
         int32_t id;
-        size_t block;     // of `blocks_`
-        size_t block_at;  // where that of the matrix begins in it
+        bool lower;
+        size_t place;     // of `places_`
+        size_t begin_at;  // where what is wanted begins in it
     };
 
-    size_t free_block() const;  // kBlocks where there is none
-    size_t block_memory() const;
-    uint8_t* block(size_t index) const { return blocks_.data() + block_memory() * index; }
+    size_t free_place() const;  // kPlaces where there is none
+    size_t place_bytes() const;
+    uint8_t* place(size_t index) const { return places_.data() + place_bytes() * index; }
 
     const StreamSettings& settings_;
     StreamTrouble& trouble_;
     AlignedBuffer rows_;
-    ReadMemory blocks_;
-    bool block_used_[kBlocks] = {};
+    ReadMemory places_;
+    bool place_used_[kPlaces] = {};
     int32_t ids_[kRowsAtOnce];
-    int count_ = 0, taken_ = 0, missing_ = 0;
-    Read reads_[ReadQueue::kMost];  // by tag
+    int reads_wanted_ = 0, taken_ = 0, missing_ = 0;  // two a row
+    Read reads_[ReadQueue::kMost];                    // by tag
 };
 
 }  // namespace nybble

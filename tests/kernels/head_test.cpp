@@ -64,7 +64,7 @@ class Heads {
         pool_.barrier();
         search_.settle(thread, input_, found_.data());
         pool_.barrier();
-        search_.search(thread, input_, found_.data(), work_[1]);
+        search_.search(thread, pool_.running(), input_, found_.data(), work_[1]);
     }
 
     const RandomLinear head_;

@@ -48,11 +48,14 @@ void check_rows(Random& random) {
     for (int slices_per_group : {1, 2, 3}) {
         const RandomLinear made = random_linear(random, 137, 72, 8, WeightKind::kHalves, slices_per_group);
         const PackedLinear& w = made.packed;
+        const TilePlaces places(w);
         std::vector<float> in_tile(w.slices() * kSlice), alone(in_tile);
         std::vector<uint8_t> bytes(row_bytes(w));
         for (int row = 0; row < w.rows; ++row) {
             dequantize_tile_row(w, row, in_tile.data());
-            copy_row(w, row, bytes.data());
+            const int tile = row / kTileRows, lane = row % kTileRows;
+            copy_upper(w, places.body(tile), lane, bytes.data());
+            copy_lower(w, places.lower(tile), lane, bytes.data());
             dequantize_row(w, bytes.data(), alone.data());
             check(same_bits(in_tile.data(), alone.data(), alone.size()),
                   "a row alone is the row of its tile");

@@ -103,6 +103,25 @@ def test_any_residency_gives_the_bits_of_resident_weights(
     executor.close()
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("residency", [ResidencyPlan(LAYERS, (0, LAYERS - 1)), EVERYTHING])
+def test_the_highest_logit_alone_is_that_of_resident_weights(
+    model: StreamedModel, residency: ResidencyPlan, threads: int
+) -> None:
+    executor = model.executor(residency, threads)
+    for t in range(40):
+        batch = model.batch([(0, 1)], [t])
+        expected = model.resident.step(batch)[0].copy()
+        row = executor.step(replace(batch, best_only=True))[0]
+        assert executor.best_tokens == [expected.argmax()]
+        found = np.flatnonzero(row > -np.inf)
+        assert expected.argmax() in found
+        assert np.array_equal(row[found], expected[found])
+        # A head that is streamed is read whole.
+        assert (executor.skipped_bytes > 0) <= (not residency.streamed_head)
+    executor.close()
+
+
 def test_a_step_of_no_tokens_leaves_the_stream_as_it_is(tied: StreamedModel) -> None:
     expected = tied.steps(tied.resident)
     executor = tied.executor(EVERYTHING)

@@ -41,14 +41,13 @@ inline F32 select_less(F32 x, F32 y, F32 yes, F32 no) {
     return {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
             _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
 }
-
-inline __m256i load_half(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline bool any_not_less(F32 y, float x) {
     const __m256 all = _mm256_set1_ps(x);
     const __m256 a = _mm256_cmp_ps(y.a, all, _CMP_NLT_UQ), b = _mm256_cmp_ps(y.b, all, _CMP_NLT_UQ);
     return _mm256_movemask_ps(_mm256_or_ps(a, b)) != 0;
 }
 
+inline __m256i load_half(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline I32 load_int(const int32_t* p) { return {load_half(p), load_half(p + 8)}; }
 inline void store_int(int32_t* p, I32 x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
