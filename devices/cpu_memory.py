@@ -26,6 +26,8 @@ LOADING_PIECE = 8_000_000
 SAMPLING_PER_TOKEN = 48
 # Of each thread at least: a panel of unpacked weights and its results.
 PANEL = 256 * 1024
+# Rows of the head whose halves lie together.
+HEAD_BLOCK = 64
 
 
 def plan_on_kernels(run: RunSettings) -> MemoryPlan:
@@ -38,9 +40,8 @@ def plan_on_kernels(run: RunSettings) -> MemoryPlan:
     resident = [layer for number, layer in enumerate(sizes.layers) if number not in streamed]
     sections = [layer.read(by_use) for layer in sizes.layers]
     partly = [layer for n, layer in enumerate(sizes.layers) if n in streamed or (by_use and layer.experts)]
-    head_block = tile_bytes(
-        min(64, padded(spec.vocab_size, 16)), spec.hidden_size, HEAD_BITS, HEAD_GROUP_SIZE, True
-    )
+    rows = min(HEAD_BLOCK, padded(spec.vocab_size, 16))
+    head_block = tile_bytes(rows, spec.hidden_size, HEAD_BITS, HEAD_GROUP_SIZE, True)
     pages = -(-run.length // PAGE) * run.sequences
     page = _page_bytes(spec, run.kv)
     tokenizer, tokenizing = TOKENIZER_PER_TOKEN, TOKENIZING_PER_TOKEN

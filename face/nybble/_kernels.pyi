@@ -152,7 +152,7 @@ class Decoder:
     def threads(self) -> int: ...
     @property
     def skipped_bytes(self) -> int:
-        """Bytes of weights that every step reads but the last."""
+        """Bytes of the head that the last step did without."""
 
     @property
     def step_bytes(self) -> int:

@@ -40,17 +40,26 @@ inline void check_size(const char* argument, size_t found, size_t expected) {
     }
 }
 
+// Whether there are tiles of a kind with so many bits.
+inline bool has_bits(int kind, int bits) {
+    switch (static_cast<WeightKind>(kind)) {
+        case WeightKind::kSymmetric:
+        case WeightKind::kZeroPoint:
+            return bits == 4 || bits == 8;
+        case WeightKind::kMinimum:
+        case WeightKind::kNf4:
+            return bits == 4;
+        case WeightKind::kHalves:
+            return bits == 8;
+    }
+    return false;
+}
+
 inline PackedLinear packed_linear(const char* name, const Tiles& tiles, int rows, int columns, int bits,
                                   int kind, int slices_per_group) {
     constexpr int kMost = 1 << 30;  // rounding up to tiles or groups must not overflow
-    const auto one_of = [&](WeightKind a, WeightKind b) {
-        return kind == static_cast<int>(a) || kind == static_cast<int>(b);
-    };
-    const bool either = one_of(WeightKind::kSymmetric, WeightKind::kZeroPoint);
-    const bool four = either || one_of(WeightKind::kMinimum, WeightKind::kNf4);
-    const bool eight = either || kind == static_cast<int>(WeightKind::kHalves);
     if (rows < 1 || rows > kMost || columns < 1 || slices_per_group > kMost || slices_per_group < 1 ||
-        !((bits == 4 && four) || (bits == 8 && eight))) {
+        !has_bits(kind, bits)) {
         fail(name, "has a shape or kind that no tile expresses");
     }
     PackedLinear w{tiles.data(), rows, columns, bits, static_cast<WeightKind>(kind), slices_per_group};

@@ -59,7 +59,7 @@ class Decoder {
     // Of each row of the last step the first of the highest logits.
     const std::vector<int32_t>& best_tokens() const { return best_tokens_; }
 
-    // Bytes of weights that every step reads but the last.
+    // Bytes of the head that the last step did without.
     size_t skipped_bytes() const { return skipped_bytes_; }
 
     int logit_stride() const { return round_up(config_.vocab_size, kTileRows); }

@@ -8,8 +8,7 @@
 namespace nybble {
 namespace {
 
-constexpr int kRunTiles = kBlockTiles;  // upper halves that follow each other
-constexpr int kSearchTiles = 64;        // as many as `reaching_tiles` looks at together
+constexpr int kSearchTiles = 64;  // as many as `reaching_tiles` looks at together
 // What is taken for a lower half, which is 0 to 15, and how far that is off at most. A sixteenth of it, times
 // the sum of activations, is rounded: that is off by a half of 16.
 constexpr float kMiddle = 7.5f, kRounding = 8.0f;
@@ -18,8 +17,6 @@ constexpr float kMiddle = 7.5f, kRounding = 8.0f;
 constexpr float kWorthwhile = 0.5f, kMostRead = 0.6f;
 constexpr int kPausedSteps = 64;
 constexpr float kLargestScale = 65504;  // an f16
-
-int runs_of(int tiles, int of) { return (tiles + of - 1) / of; }
 
 }  // namespace
 
@@ -90,8 +87,8 @@ bool HeadSearch::prepare(int thread, Activations input) {
 
 void HeadSearch::bound(int thread, float* logits, SharedWork& work) {
     const int tiles = upper_.tile_count();
-    work.run(thread, runs_of(tiles, kRunTiles), [&](int run) {
-        const int begin = run * kRunTiles, end = std::min(begin + kRunTiles, tiles);
+    work.run(thread, upper_.block_count(), [&](int block) {
+        const int begin = block * kBlockTiles, end = std::min(begin + kBlockTiles, tiles);
         kernels_.linear_rows(upper_, coarse(thread), logits, 0, begin, end);
         kernels_.bound_logits(upper_, bounds(thread), logits, begin, end, &own_[thread].floor);
     });
@@ -116,7 +113,7 @@ void HeadSearch::search(int thread, int running, Activations input, float* logit
     const auto most = static_cast<int64_t>(kMostRead * static_cast<float>(tiles) *
                                            static_cast<float>(slices) / static_cast<float>(running));
     Own& own = own_[thread];
-    work.run(thread, runs_of(tiles, kSearchTiles), [&](int run) {
+    work.run(thread, (tiles + kSearchTiles - 1) / kSearchTiles, [&](int run) {
         const int begin = run * kSearchTiles, end = std::min(begin + kSearchTiles, tiles);
         const float least = least_.load(std::memory_order_relaxed);
         const int looked_at = own.read < most ? slices : 0;
