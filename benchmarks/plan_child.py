@@ -142,7 +142,9 @@ def speed(case: Case, opened: Any) -> dict[str, Any]:
 def seconds_of(steps: list[StepStatistics], count: int, length: int, roofline: Roofline) -> Case:
     """Of one run of `count` sequences."""
     answers = [
-        step.seconds for step in steps if step.shape.decodes == count and not step.shape.prefill_tokens
+        step.seconds / step.steps
+        for step in steps
+        if step.shape.decodes == count and not step.shape.prefill_tokens
     ]
     prefill = sum(step.seconds for step in steps if step.shape.prefill_tokens)
     decode = {

@@ -118,10 +118,10 @@ def answer(
     ]
     while any(sequence.num_output == 0 for sequence in sequences):
         engine.step()
-    before, steps, start = sum(s.num_output for s in sequences), 0, time.perf_counter()
+    before, steps_before = sum(s.num_output for s in sequences), engine.statistics.steps
+    start = time.perf_counter()
     while engine.has_work:
         engine.step()
-        steps += 1
     seconds = time.perf_counter() - start
     if speculator is not None:
         for sequence in sequences:
@@ -129,7 +129,7 @@ def answer(
     made = sum(s.num_output for s in sequences) - before
     return {
         "tokens": made,
-        "steps": steps,
+        "steps": engine.statistics.steps - steps_before,
         "tokens_per_second": made / seconds,
         "ids": [list(s.output().token_ids) for s in sequences],
     }

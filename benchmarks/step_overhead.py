@@ -4,7 +4,8 @@
 
 Scheduling, building the batch, choosing tokens, turning them into text: as it is between two steps, each of
 which has emptied the processor's caches. Each case decodes `--steps` tokens of one or 16 continuations of
-prose; the figures are medians over the steps.
+prose; the figures are medians over the calls of `Engine.step`, each of which is shared out among the steps of
+decoding that it took.
 """
 
 import argparse
@@ -50,11 +51,11 @@ CASES = (
 
 
 class TimedExecutor:
-    """An executor that notes how long its last step took."""
+    """An executor that notes how long its last call took, and how many steps that was."""
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
-        self.seconds = 0.0
+        self.seconds, self.steps = 0.0, 1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
@@ -62,8 +63,14 @@ class TimedExecutor:
     def step(self, batch: Any) -> Any:
         start = time.perf_counter()
         logits = self._executor.step(batch)
-        self.seconds = time.perf_counter() - start
+        self.seconds, self.steps = time.perf_counter() - start, 1
         return logits
+
+    def decode(self, *arguments: Any) -> Any:
+        start = time.perf_counter()
+        tokens = self._executor.decode(*arguments)
+        self.seconds, self.steps = time.perf_counter() - start, len(tokens)
+        return tokens
 
 
 def measure(loaded: Loaded, case: Case, steps: int) -> tuple[list[float], list[float]]:
@@ -88,8 +95,8 @@ def measure(loaded: Loaded, case: Case, steps: int) -> tuple[list[float], list[f
     while engine.has_work and all(not sequence.finished for sequence in sequences):
         start = time.perf_counter()
         engine.step()
-        outside.append(time.perf_counter() - start - executor.seconds)
-        inside.append(executor.seconds)
+        outside.append((time.perf_counter() - start - executor.seconds) / executor.steps)
+        inside.append(executor.seconds / executor.steps)
     return outside, inside
 
 

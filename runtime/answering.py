@@ -46,6 +46,27 @@ def choose_tokens(
     return chunk.count - len(draft) + right
 
 
+def take_tokens(
+    chunk: Chunk[Sequence], tokens: Listed[int], times: Listed[float], recorder: StatisticsRecorder
+) -> int:
+    """Appends the tokens that an executor's decode chose in each of its steps, as far as the answer goes.
+    Returns how many of the chunk's tokens stay. Raises `ExecutorError` where a row held no numbers."""
+    sequence, kept = chunk.sequence, 0
+    assert sequence.chooser is not None
+    for token, time in zip(tokens, times, strict=True):
+        if token < 0:
+            raise ExecutorError(
+                f"the model's highest logit at position {sequence.position} is no number; expected one"
+            )
+        sequence.chooser.accept(token)
+        recorder.token(sequence, time)
+        sequence.append(token, None, time)
+        kept += 1
+        if sequence.ended:
+            break
+    return kept
+
+
 def _choose(
     sequence: Sequence, row: NDArray[np.float32], best: int | None, recorder: StatisticsRecorder, now: float
 ) -> int:

@@ -1,7 +1,7 @@
 """`CpuExecutor`: the decoder in C++ kernels, one call a step. A row's logits depend on its sequence's tokens,
 the weights and the KV type, and on nothing else: not the batch, the chunks, the threads or the pages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from typing import Any, Self
 
@@ -26,6 +26,8 @@ from .packed_weights import HALVES, FreshlyPacked, PackedLinear, PackedSource
 from .streaming import READ_TIMEOUT, ExpertReads, check_residency, stream_of
 
 PAGE_SIZE = 16
+# Steps of decodes in one call: what Python takes between two calls is a small part of so many.
+DECODE_STEPS = 8
 PAGE_FORMAT = "cpu-1"  # kernels/layout.h's KvShape
 KV_TYPES: dict[KvDtype, int] = {"f32": 0, "f16": 1, "int8": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}
@@ -133,7 +135,7 @@ class CpuExecutor:
 
     @property
     def skipped_bytes(self) -> int:
-        """Bytes of the head that the last step did without: where only the highest logit was wanted."""
+        """Bytes of the head that the last call did without: where only the highest logit was wanted."""
         return int(self._open().skipped_bytes)
 
     @property
@@ -197,12 +199,31 @@ class CpuExecutor:
         """Logits [R, vocab] float32, valid until the next step. Raises `ExecutorError`: naming the array, for
         one that breaks the contract; naming file and layer, where streamed weights could not be read. Then
         the new tokens' slots hold anything, and the next step begins anew."""
-        decoder = self._open()
+        self._run(self._open().step, batch, bool(batch.best_only))
+        return self._logits[: len(batch.logit_rows), : self._spec.vocab_size]
+
+    @property
+    def decode_steps(self) -> int:
+        return DECODE_STEPS
+
+    def decode(self, batch: Batch, steps: int, ends: Collection[int], seconds: float) -> list[list[int]]:
+        """Steps of decodes, as the contract has it. Raises as `step` does, for the first of them."""
+        ends = [token for token in ends if 0 <= token < self._spec.vocab_size]
+        chosen = self._run(self._open().decode, batch, min(steps, DECODE_STEPS), ends, seconds)
+        return chosen  # type: ignore[no-any-return]
+
+    def hurry(self, wanted: bool) -> None:
+        """Whether `decode` comes back after the step that it is in. May be called from any thread, and after
+        `close`."""
+        if (decoder := self._decoder) is not None:
+            decoder.hurry(wanted)
+
+    def _run(self, call: Callable[..., Any], batch: Batch, *arguments: Any) -> Any:
         try:
-            rows = len(batch.logit_rows)
-            if rows > len(self._logits):
-                self._logits = np.empty((rows, decoder.logit_stride), np.float32)
-            decoder.step(
+            if len(batch.logit_rows) > len(self._logits):
+                shape = len(batch.logit_rows), self._open().logit_stride
+                self._logits = np.empty(shape, np.float32)
+            return call(
                 batch.token_ids,
                 batch.cu_seqlens,
                 batch.past_lens,
@@ -210,7 +231,7 @@ class CpuExecutor:
                 batch.slot_mapping,
                 batch.logit_rows,
                 self._logits,
-                bool(batch.best_only),
+                *arguments,
             )
         except (ValueError, TypeError) as error:
             raise ExecutorError(_contract_error(batch, error)) from None
@@ -218,7 +239,6 @@ class CpuExecutor:
             raise ExecutorError(str(error)) from None
         except MemoryError:
             raise AllocationError(f"memory ran out in a step of {len(batch.token_ids)} tokens") from None
-        return self._logits[:rows, : self._spec.vocab_size]
 
     @property
     def best_tokens(self) -> list[int]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..devices.memory_plan import SCORE_LOGITS_BYTES
 from ..errors import AllocationError, ExecutorError, NybbleError, RequestError, SettingError
 from ..kvcache import FileStore, KvCache
-from .answering import Rows, choose_tokens, score_tokens
+from .answering import Rows, choose_tokens, score_tokens, take_tokens
 from .batch_building import build_batch, logit_rows
 from .constraint import Constraints
 from .executor import Executor
@@ -28,6 +28,10 @@ from .token_chooser import TokenChooser
 from .tokenizer import Tokenizer
 
 __all__ = ["Engine", "build_batch"]
+
+# After so long no further step begins in a call of the executor: whoever reads an answer gets its tokens in
+# pieces that still look like a stream.
+DECODE_SECONDS = 0.04
 
 
 class Engine:
@@ -92,6 +96,7 @@ class Engine:
             raise SettingError(f"target_token_ms is {target_token_ms}; expected more than 0 milliseconds")
         layout, spec = executor.kv_layout, executor.spec
         self._executor, self._tokenizer = executor, tokenizer
+        self._most_steps = executor.decode_steps
         self._vocab_size = spec.vocab_size
         self._max_model_len = max_model_len
         self._max_score_tokens = max(1, SCORE_LOGITS_BYTES // (4 * self._vocab_size))
@@ -119,6 +124,7 @@ class Engine:
             target_seconds=None if target_token_ms is None else target_token_ms / 1e3,
             ageing_seconds=ageing_seconds,
             propose=None if speculator is None else self._propose,
+            count_steps=self._count_steps if self._most_steps > 1 else None,
             swapper=self._swapper,
             clock=clock,
         )
@@ -212,36 +218,47 @@ class Engine:
         for request_id in list(self._sequences):
             self.abort(request_id)
 
+    def hurry(self, wanted: bool) -> None:
+        """Whether the step that runs comes to its end soon, though there might be more of it. May be called
+        from any thread."""
+        self._executor.hurry(wanted)
+
     def _advance(self, chunks: list[Chunk[Sequence]], started: float) -> None:
         try:
-            logits, executor_seconds = self._run(chunks)
+            before, answer = self._run(chunks)
         except (MemoryError, AllocationError) as error:
             if not self._scheduler.shrink(chunks):
                 self._fail_all(chunks, self._shortage(error))
         except Exception as error:
             self._fail_all(chunks, error)
         else:
-            now, shape = self._clock(), shape_of(chunks)
-            self._commit(chunks, logits, now)
-            step = StepStatistics(shape, self._clock() - started, executor_seconds)
-            self._scheduler.observe(shape, step.seconds)
+            now, shape, steps = self._clock(), shape_of(chunks), 1
+            if isinstance(answer, list):
+                steps = len(answer)
+                self._commit_steps(chunks, answer, before, now)
+            else:
+                self._commit(chunks, answer, now)
+            step = StepStatistics(shape, self._clock() - started, now - before, steps)
+            self._scheduler.observe(shape, step.seconds / steps)
             if self._speculator is not None and not shape.prefills:
-                self._speculator.observe_step(shape.decodes, shape.draft_tokens, step.seconds)
+                self._speculator.observe_step(shape.decodes, shape.draft_tokens, step.seconds / steps, steps)
             self._recorder.step(step, chunks, self._executor.skipped_bytes)
             if self._on_step is not None:
                 self._on_step(step)
 
-    def _run(self, chunks: list[Chunk[Sequence]]) -> tuple[NDArray[np.float32], float]:
-        """The logits, and the seconds that the executor took."""
+    def _run(self, chunks: list[Chunk[Sequence]]) -> tuple[float, NDArray[np.float32] | list[list[int]]]:
+        """When the executor began, and its logits; or, of several steps, the tokens that each chose."""
         batch = build_batch(chunks)
         self._copies.make()
         before = self._clock()
+        if (steps := chunks[0].steps) > 1:
+            ends = frozenset[int]().union(*(chunk.sequence.stop_ids for chunk in chunks))
+            return before, self._executor.decode(batch, steps, ends, DECODE_SECONDS)
         logits = self._executor.step(batch)
-        seconds = self._clock() - before
         expected = (len(batch.logit_rows), self._vocab_size)
         if logits.shape != expected:
             raise ExecutorError(f"the executor returned logits of shape {logits.shape}; expected {expected}")
-        return logits, seconds
+        return before, logits
 
     def _commit(self, chunks: list[Chunk[Sequence]], logits: NDArray[np.float32], now: float) -> None:
         row, best = 0, self._executor.best_tokens
@@ -253,6 +270,23 @@ class Engine:
                 continue  # another answer of its request failed in this step
             try:
                 self._commit_one(chunk, rows, now)
+            except Exception as error:
+                self._fail(sequence, error)
+            if sequence.ended and sequence.is_running:
+                self._retire(sequence)
+
+    def _commit_steps(
+        self, chunks: list[Chunk[Sequence]], tokens: list[list[int]], began: float, now: float
+    ) -> None:
+        """`tokens` of each step, one of each chunk. The time is theirs in equal parts."""
+        times = [began + (now - began) * (i + 1) / len(tokens) for i in range(len(tokens))]
+        for chunk, chosen in zip(chunks, zip(*tokens, strict=True), strict=True):
+            sequence = chunk.sequence
+            if sequence.ended:
+                continue  # another answer of its request failed in this step
+            try:
+                self._scheduler.advance(chunk, take_tokens(chunk, chosen, times, self._recorder))
+                self._slide(sequence)
             except Exception as error:
                 self._fail(sequence, error)
             if sequence.ended and sequence.is_running:
@@ -271,12 +305,17 @@ class Engine:
             self._scheduler.advance(chunk, kept)
             for other in others:
                 self._begin(other, rows, now)
-            if (
-                len(sequence.tokens) >= self._max_model_len
-                and not sequence.ended
-                and request.on_context_end == "slide"
-            ):
-                self._scheduler.restart(sequence, slid(sequence.tokens, request.n_keep))
+            self._slide(sequence)
+
+    def _slide(self, sequence: Sequence) -> None:
+        """At the context's end, an answer may go on from a part of its text."""
+        request = sequence.request
+        if (
+            len(sequence.tokens) >= self._max_model_len
+            and not sequence.ended
+            and request.on_context_end == "slide"
+        ):
+            self._scheduler.restart(sequence, slid(sequence.tokens, request.n_keep))
 
     def _others(self, sequence: Sequence) -> list[Sequence]:
         """The request's other answers, forked where its prompt ends, before the first one has a token."""
@@ -293,11 +332,20 @@ class Engine:
 
     def _propose(self, sequences: Listed[Sequence], room: int) -> Listed[Listed[int]]:
         assert self._speculator is not None
-        limits = [
-            min(s.max_tokens - s.num_output, self._max_model_len - len(s.tokens)) - 1 if s.num_output else 0
-            for s in sequences  # several answers begin together, where the prompt ends
-        ]
-        return self._speculator.propose(sequences, limits, room)
+        return self._speculator.propose(sequences, [max(0, self._room(s) - 1) for s in sequences], room)
+
+    def _count_steps(self, sequences: Listed[Sequence]) -> int:
+        if not all(sequence.best_only for sequence in sequences):
+            return 1
+        steps = min(self._most_steps, min(map(self._room, sequences)))
+        return steps if self._speculator is None else min(steps, self._speculator.rest)
+
+    def _room(self, sequence: Sequence) -> int:
+        """The most tokens that the answer may go on by before somebody looks at it; 0 where it has not begun:
+        several answers begin together, where the prompt ends."""
+        if not sequence.num_output:
+            return 0
+        return min(sequence.max_tokens - sequence.num_output, self._max_model_len - len(sequence.tokens))
 
     def _make_chooser(self, request: Request, stop_ids: frozenset[int]) -> TokenChooser:
         params = request.params

@@ -96,6 +96,7 @@ class EngineLoop:
                     self._finish()
         if thread is not None and not self.on_thread:
             self._messages.put(lambda: None)  # wakes it
+            self._engine.hurry(True)
             self._last_work.wait()  # an interrupted join would take the thread for one that has ended
             thread.join()
 
@@ -103,6 +104,7 @@ class EngineLoop:
         if not self._closing:
             self._start()
         self._messages.put(message)
+        self._engine.hurry(True)  # it is not to wait for more than the step that runs
         if self._ended:  # possibly before it saw the message
             self._drain()
 
@@ -144,6 +146,7 @@ class EngineLoop:
     def _take_messages(self) -> None:
         """Does what was asked for; waits for it when there is no work."""
         messages = self._messages
+        self._engine.hurry(False)  # before the look at them: whoever puts one later asks for it again
         if not self._has_work:
             messages.get()()
         while not messages.empty():

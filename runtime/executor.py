@@ -1,6 +1,6 @@
 """The contract between the engine and whatever runs the decoder."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -46,7 +46,7 @@ class Executor(Protocol):
 
     @property
     def skipped_bytes(self) -> int:
-        """Of these, what the last step did without."""
+        """Of these, what the last call of `step` or `decode` did without, all its steps together."""
         ...
 
     @property
@@ -62,6 +62,27 @@ class Executor(Protocol):
     def best_tokens(self) -> Sequence[int] | None:
         """Where each row of the last step's logits has its highest, the first of several, as `numpy.argmax`
         has it; None where the executor leaves it to the caller to look."""
+        ...
+
+    @property
+    def decode_steps(self) -> int:
+        """The most steps that `decode` takes in a call; 0: this executor has none."""
+        ...
+
+    def decode(self, batch: Batch, steps: int, ends: Collection[int], seconds: float) -> list[list[int]]:
+        """At least one step and at most `steps`, each with the tokens that had the highest logits in the one
+        before: they have the bits that calls of `step` give. Comes back early after a step that chose one of
+        the tokens `ends`, or that came to its end when so many `seconds` had passed or `hurry` was wanted.
+
+        The batch is the first step's: of each sequence one token, whose row is wanted, the highest alone. The
+        tokens after it have the next slots of the sequence's pages; the block table has those of all `steps`.
+        Returns of each step the tokens chosen, [steps taken][B]: -1 where a row's highest logit is no finite
+        number, after which no step is taken. An error is raised where the first step has it: what the others
+        chose before one is returned."""
+        ...
+
+    def hurry(self, wanted: bool) -> None:
+        """Whether `decode` comes back after the step that it is in. May be called from any thread."""
         ...
 
     def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32], group: int = 0) -> None:

@@ -1,7 +1,7 @@
 """`OrtExecutor`: the decoder's graph in ONNX Runtime, on any execution provider."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -232,6 +232,16 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
     @property
     def best_tokens(self) -> None:
         return None
+
+    @property
+    def decode_steps(self) -> int:
+        return 0
+
+    def decode(self, batch: Batch, steps: int, ends: Collection[int], seconds: float) -> list[list[int]]:
+        raise ExecutorError("executor 'onnxruntime' takes one step a call")
+
+    def hurry(self, wanted: bool) -> None:
+        pass
 
     def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32], group: int = 0) -> None:
         """Copies page src[i] to dst[i] in the layers of a window group, as if all were read first."""

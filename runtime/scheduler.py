@@ -28,6 +28,7 @@ _LOOKAHEAD = 32
 # Steps in which nothing could run although there was something, before a request fails by it.
 _STALLED = 8
 _order = attrgetter("order")
+CountSteps = Callable[[Sequence[State]], int]
 Propose = Callable[[Sequence[State], int], Sequence[Sequence[int]]]
 
 
@@ -51,6 +52,8 @@ class Scheduler(Generic[State]):
     waiting one of a higher class than the last running one takes its place.
 
     `propose(sequences, room)` gives a draft for each of those that decode, `room` tokens at most in all.
+    `count_steps(sequences)` is how many steps of one token they may take in one call, asked where all that
+    run decode and nobody waits.
     `swapper` keeps what preempted sequences had computed, where that is cheaper than computing it again.
     """
 
@@ -65,6 +68,7 @@ class Scheduler(Generic[State]):
         target_seconds: float | None = None,
         ageing_seconds: float = AGEING_SECONDS,
         propose: Propose[State] | None = None,
+        count_steps: CountSteps[State] | None = None,
         swapper: Swapper | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -72,7 +76,7 @@ class Scheduler(Generic[State]):
         # Each running sequence must be able to decode in every step.
         self._max_sequences = min(max_sequences, max_batch_tokens)
         self._ageing_seconds = ageing_seconds
-        self._propose, self._swapper = propose, swapper
+        self._propose, self._count_steps, self._swapper = propose, count_steps, swapper
         self._clock = clock
         self._budget = TokenBudget(max_batch_tokens, target_seconds=target_seconds, min_chunk=cache.page_size)
         self._windowed = any(window is not None for window in cache.windows)
@@ -142,6 +146,8 @@ class Scheduler(Generic[State]):
                 break
             # Prompts in the middle of their prefill hold all pages: one has to wait.
             self._preempt()
+        if self._count_steps is not None and plan.chunks and not self.waiting:
+            self._take_steps(plan.chunks, self._count_steps)
         if plan.chunks or not (self.running or self.waiting):
             self._stalled = 0
         else:
@@ -153,7 +159,7 @@ class Scheduler(Generic[State]):
         sequence, blocks = chunk.sequence, chunk.sequence.blocks
         before, size = sequence.computed, self._cache.page_size
         sequence.computed = computed = before + count
-        if chunk.draft:
+        if chunk.draft or chunk.steps > 1:
             blocks.truncate(computed)
         if computed // size > before // size:
             self._cache.insert(blocks, sequence.tokens, computed)
@@ -207,6 +213,18 @@ class Scheduler(Generic[State]):
             self._budget.take(len(draft), sequence.computed, prompt=False)
             chunks.append(Chunk(sequence, 1 + len(draft), draft))
         return chunks
+
+    def _take_steps(self, chunks: list[Chunk[State]], count_steps: CountSteps[State]) -> None:
+        if len(chunks) < len(self.running) or any(c.count > 1 or not c.completes for c in chunks):
+            return
+        steps = count_steps([chunk.sequence for chunk in chunks])
+        # Nobody is preempted for it.
+        if steps > 1 and all(self._pages.reserve(chunk.sequence, steps) for chunk in chunks):
+            for chunk in chunks:
+                chunk.steps = steps
+        elif steps > 1:
+            for chunk in chunks:
+                chunk.sequence.blocks.truncate(chunk.sequence.computed + 1)
 
     def _prefills(self, chunks: list[Chunk[State]]) -> None:
         for sequence in self.running:

@@ -52,14 +52,16 @@ State = TypeVar("State", bound=SequenceState)
 class Chunk(Generic[State]):
     """A sequence's tokens for one step: those from its `computed` on, then a draft of those that may follow.
     Their pages are there. `completes` says whether the sequence's last token is among them, so that the next
-    one can be chosen."""
+    one can be chosen. `steps`, where it is more than one: so many tokens may be chosen and computed one after
+    another in a call, for which there are pages, too."""
 
-    __slots__ = ("completes", "count", "draft", "sequence")
+    __slots__ = ("completes", "count", "draft", "sequence", "steps")
 
     def __init__(self, sequence: State, count: int, draft: Sequence[int] = ()) -> None:
         self.sequence = sequence
         self.count = count  # the draft's tokens included
         self.draft = draft
+        self.steps = 1
         self.completes = count - len(draft) == len(sequence.tokens) - sequence.computed
 
     @property

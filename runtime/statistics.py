@@ -14,11 +14,13 @@ from .step_time import StepShape
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """One step. `seconds` are those of all of it; `executor_seconds` what the executor had of them."""
+    """One step, or `steps` like it that the executor took in one call. `seconds` are those of all of it;
+    `executor_seconds` what the executor had of them."""
 
     shape: StepShape
     seconds: float
     executor_seconds: float
+    steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -88,20 +90,21 @@ class StatisticsRecorder:
         self.latency = LatencyHistogram()
 
     def step(self, step: StepStatistics, chunks: Listed[Chunk[Sequence]], skipped_bytes: int) -> None:
-        """A step was run, and its tokens chosen; of the weights `skipped_bytes` were not read."""
-        shape = step.shape
-        self.steps += 1
+        """A step was run, or several in a call, and tokens chosen; of the weights `skipped_bytes` were not
+        read."""
+        shape, steps = step.shape, step.steps
+        self.steps += steps
         self.prefill_tokens += shape.prefill_tokens
         self.draft_tokens += shape.draft_tokens
-        self.sequences += shape.sequences
+        self.sequences += steps * shape.sequences
         self.busy_seconds += step.seconds
         self.executor_seconds += step.executor_seconds
         self.last_step = step
-        self.bytes_read += self._weight_bytes - skipped_bytes
+        self.bytes_read += steps * self._weight_bytes - skipped_bytes
         for window, token_bytes in self._windows:
             for chunk in chunks:
                 context = chunk.sequence.computed
-                self.bytes_read += token_bytes * (context if window is None else min(context, window))
+                self.bytes_read += steps * token_bytes * (context if window is None else min(context, window))
 
     def token(self, sequence: Sequence, now: float) -> None:
         """A token of an answer was chosen."""

@@ -57,7 +57,8 @@ class LLM:
       refused with `QueueFull`; not bounded by default.
     - `share_prefixes`, `min_shared_tokens`: whether a prompt's beginning is taken from what was computed
       before, and the fewest tokens for which it is.
-    - `on_step`: called after each step, on the model's thread, with its `StepStatistics`.
+    - `on_step`: called after each step, or several that came in one call, on the model's thread, with its
+      `StepStatistics`.
 
     Several threads may use it at once: their requests run together, on a thread of the model's own.
 

@@ -13,6 +13,7 @@
 #include <system_error>
 
 #include "arguments.h"
+#include "decode_run.h"
 #include "decoder.h"
 #include "decoder_builder.h"
 #include "written_pages.h"
@@ -50,6 +51,7 @@ class PyDecoder {
         try {
             decoder_ = std::make_unique<Decoder>(builder.config(), std::move(weights), threads, kernels,
                                                  std::move(opened));
+            run_ = std::make_unique<DecodeRun>(*decoder_);
         } catch (const std::system_error& error) {
             fail("threads", "is " + std::to_string(threads) + "; the system started fewer: " + error.what());
         }
@@ -57,6 +59,7 @@ class PyDecoder {
 
     ~PyDecoder() {
         const nb::gil_scoped_release release;  // threads are waited for
+        run_.reset();
         decoder_.reset();
     }
 
@@ -80,45 +83,53 @@ class PyDecoder {
     void step(const Ints1& token_ids, const Ints1& cu_seqlens, const Ints1& past_lens,
               const Ints3& block_table, const Ints2& slot_mapping, const Ints1& logit_rows,
               const FloatsOut& logits, bool best_only) {
-        const DecoderConfig& c = decoder_->config();
-        if (decoder_->num_blocks() == 0) fail("cache", "has not been allocated");
-        StepInput in{};
-        in.tokens = static_cast<int>(token_ids.size());
-        in.sequences = static_cast<int>(past_lens.size());
-        in.rows = static_cast<int>(logit_rows.size());
-        in.max_blocks = static_cast<int>(block_table.shape(2));
-        check_size("cu_seqlens", cu_seqlens.size(), past_lens.size() + 1);
-        check_range("cu_seqlens", cu_seqlens.data(), cu_seqlens.size(), 0, in.tokens + 1);
-        check_range("token_ids", token_ids.data(), token_ids.size(), 0, c.vocab_size);
-        if (block_table.shape(0) != static_cast<size_t>(c.num_groups) ||
-            block_table.shape(1) != past_lens.size()) {
-            fail("block_table", "has the wrong number of groups or sequences");
-        }
-        if (slot_mapping.shape(0) != static_cast<size_t>(c.num_groups) ||
-            slot_mapping.shape(1) != token_ids.size()) {
-            fail("slot_mapping", "has the wrong number of groups or tokens");
-        }
-        check_range("block_table", block_table.data(), block_table.size(), -1, decoder_->num_blocks());
-        check_range("slot_mapping", slot_mapping.data(), slot_mapping.size(), -1,
-                    decoder_->num_blocks() * kPageTokens);
-        check_range("logit_rows", logit_rows.data(), logit_rows.size(), 0, in.tokens);
-        check_range("past_lens", past_lens.data(), past_lens.size(), 0, c.max_position);
-        check_sequences(c, cu_seqlens.data(), past_lens.data(), block_table.data(), in);
-        check_slots(cu_seqlens.data(), slot_mapping.data(), in);
-        if (logits.shape(0) < logit_rows.size() ||
-            logits.shape(1) != static_cast<size_t>(decoder_->logit_stride())) {
-            fail("logits", "has the wrong shape");
-        }
-        in.token_ids = token_ids.data();
-        in.cu_seqlens = cu_seqlens.data();
-        in.past_lens = past_lens.data();
-        in.block_table = block_table.data();
-        in.slot_mapping = slot_mapping.data();
-        in.logit_rows = logit_rows.data();
+        StepInput in =
+            checked_input(token_ids, cu_seqlens, past_lens, block_table, slot_mapping, logit_rows, 0);
         in.best_only = best_only;
+        check_slots(in, in.slot_mapping, 1);
+        check_logits(logits, in);
         nb::gil_scoped_release release;
         decoder_->step(in, logits.data());
+        skipped_bytes_ = decoder_->skipped_bytes();
     }
+
+    // Steps of one token a sequence, fed with what the step before chose: what each of them chose.
+    std::vector<std::vector<int32_t>> decode(const Ints1& token_ids, const Ints1& cu_seqlens,
+                                             const Ints1& past_lens, const Ints3& block_table,
+                                             const Ints2& slot_mapping, const Ints1& logit_rows,
+                                             const FloatsOut& logits, int steps, std::vector<int32_t> ends,
+                                             double seconds) {
+        check_range("steps", &steps, 1, 1, decoder_->config().max_position + 1);
+        StepInput in =
+            checked_input(token_ids, cu_seqlens, past_lens, block_table, slot_mapping, logit_rows, steps - 1);
+        in.best_only = true;
+        if (in.tokens < 1) fail("token_ids", "has no tokens");
+        check_size("token_ids", token_ids.size(), past_lens.size());
+        check_size("logit_rows", logit_rows.size(), past_lens.size());
+        for (int s = 0; s < in.sequences; ++s) {
+            if (in.cu_seqlens[s] != s) fail("cu_seqlens", "does not give each sequence one token");
+            if (in.logit_rows[s] != s) fail("logit_rows", "does not ask for each sequence's row");
+        }
+        check_logits(logits, in);
+        run_->begin(in, steps);
+        check_slots(in, run_->slots(0), steps);
+        const DecodeRun::Limits limits{steps, std::move(ends), seconds};
+        std::vector<int32_t> tokens(static_cast<size_t>(steps) * in.sequences);
+        std::vector<std::vector<int32_t>> chosen;
+        {
+            nb::gil_scoped_release release;
+            chosen.resize(run_->run(limits, logits.data(), tokens.data()));
+        }
+        skipped_bytes_ = run_->skipped_bytes();
+        const int32_t* of_step = tokens.data();
+        for (std::vector<int32_t>& row : chosen) {
+            row.assign(of_step, of_step + in.sequences);
+            of_step += in.sequences;
+        }
+        return chosen;
+    }
+
+    void hurry(bool wanted) { run_->hurry(wanted); }
 
     // Pages of a window group: page p of another group's layers is another page.
     void copy_blocks(const Ints1& src, const Ints1& dst, int group) {
@@ -166,7 +177,7 @@ class PyDecoder {
     }
 
     std::vector<int32_t> best_tokens() const { return decoder_->best_tokens(); }
-    size_t skipped_bytes() const { return decoder_->skipped_bytes(); }
+    size_t skipped_bytes() const { return skipped_bytes_; }
     int logit_stride() const { return decoder_->logit_stride(); }
     size_t page_bytes() const { return decoder_->kv_shape().page_bytes(); }
     std::string isa() const { return decoder_->kernels().name; }
@@ -188,14 +199,59 @@ class PyDecoder {
         return layers;
     }
 
-    // Each sequence has tokens in ascending order, stays in the context, and has every page it reads mapped.
-    void check_sequences(const DecoderConfig& c, const int32_t* cu, const int32_t* past, const int32_t* table,
-                         const StepInput& in) const {
+    // Arrays that keep the contract, for `more` tokens of each sequence besides its own; but for slots.
+    StepInput checked_input(const Ints1& token_ids, const Ints1& cu_seqlens, const Ints1& past_lens,
+                            const Ints3& block_table, const Ints2& slot_mapping, const Ints1& logit_rows,
+                            int more) const {
+        const DecoderConfig& c = decoder_->config();
+        if (decoder_->num_blocks() == 0) fail("cache", "has not been allocated");
+        StepInput in{};
+        in.tokens = static_cast<int>(token_ids.size());
+        in.sequences = static_cast<int>(past_lens.size());
+        in.rows = static_cast<int>(logit_rows.size());
+        in.max_blocks = static_cast<int>(block_table.shape(2));
+        in.token_ids = token_ids.data();
+        in.cu_seqlens = cu_seqlens.data();
+        in.past_lens = past_lens.data();
+        in.block_table = block_table.data();
+        in.slot_mapping = slot_mapping.data();
+        in.logit_rows = logit_rows.data();
+        check_size("cu_seqlens", cu_seqlens.size(), past_lens.size() + 1);
+        check_range("cu_seqlens", cu_seqlens.data(), cu_seqlens.size(), 0, in.tokens + 1);
+        check_range("token_ids", token_ids.data(), token_ids.size(), 0, c.vocab_size);
+        if (block_table.shape(0) != static_cast<size_t>(c.num_groups) ||
+            block_table.shape(1) != past_lens.size()) {
+            fail("block_table", "has the wrong number of groups or sequences");
+        }
+        if (slot_mapping.shape(0) != static_cast<size_t>(c.num_groups) ||
+            slot_mapping.shape(1) != token_ids.size()) {
+            fail("slot_mapping", "has the wrong number of groups or tokens");
+        }
+        check_range("block_table", block_table.data(), block_table.size(), -1, decoder_->num_blocks());
+        check_range("slot_mapping", slot_mapping.data(), slot_mapping.size(), -1,
+                    decoder_->num_blocks() * kPageTokens);
+        check_range("logit_rows", logit_rows.data(), logit_rows.size(), 0, in.tokens);
+        check_range("past_lens", past_lens.data(), past_lens.size(), 0, c.max_position);
+        check_sequences(c, in, more);
+        return in;
+    }
+
+    void check_logits(const FloatsOut& logits, const StepInput& in) const {
+        if (logits.shape(0) < static_cast<size_t>(in.rows) ||
+            logits.shape(1) != static_cast<size_t>(decoder_->logit_stride())) {
+            fail("logits", "has the wrong shape");
+        }
+    }
+
+    // Each sequence has tokens in ascending order, and with `more` after them stays in the context and has
+    // every page it reads mapped.
+    void check_sequences(const DecoderConfig& c, const StepInput& in, int more) const {
+        const int32_t *cu = in.cu_seqlens, *past = in.past_lens;
         if (cu[0] != 0 || cu[in.sequences] != in.tokens)
             fail("cu_seqlens", "does not run from 0 to the tokens");
         for (int s = 0; s < in.sequences; ++s) {
             if (cu[s + 1] < cu[s]) fail("cu_seqlens", "falls at index " + std::to_string(s + 1));
-            const int64_t end = static_cast<int64_t>(past[s]) + cu[s + 1] - cu[s];
+            const int64_t end = static_cast<int64_t>(past[s]) + cu[s + 1] - cu[s] + more;
             if (end > c.max_position) {
                 fail("past_lens", "plus new tokens is " + std::to_string(end) + " for sequence " +
                                       std::to_string(s) + "; the context is " +
@@ -208,7 +264,8 @@ class PyDecoder {
                 const int group = c.group_of_layer[layer], window = c.window_of_layer[layer];
                 if (layer > 0 && group == c.group_of_layer[layer - 1]) continue;
                 const int first = window > 0 ? std::max(0, past[s] - window + 1) / kPageTokens : 0;
-                const int32_t* row = table + (static_cast<size_t>(group) * in.sequences + s) * in.max_blocks;
+                const int32_t* row =
+                    in.block_table + (static_cast<size_t>(group) * in.sequences + s) * in.max_blocks;
                 for (int page = first; page < (end + kPageTokens - 1) / kPageTokens; ++page) {
                     if (row[page] < 0) {
                         fail("block_table",
@@ -219,13 +276,17 @@ class PyDecoder {
         }
     }
 
-    // No slot of a group is written twice, and no page for two sequences.
-    void check_slots(const int32_t* cu, const int32_t* slots, const StepInput& in) {
-        for (int group = 0; group < decoder_->config().num_groups; ++group, slots += in.tokens) {
+    // `slots` [steps][groups][tokens]: no slot of a group is written twice, and no page for two sequences.
+    void check_slots(const StepInput& in, const int32_t* slots, int steps) {
+        const int groups = decoder_->config().num_groups;
+        for (int group = 0; group < groups; ++group) {
             written_.begin();
-            for (int s = 0; s < in.sequences; ++s) {
-                for (int t = cu[s]; t < cu[s + 1]; ++t) {
-                    if (slots[t] >= 0) check_slot(slots[t], s, group);
+            for (int i = 0; i < steps; ++i) {
+                const int32_t* of_step = slots + (static_cast<size_t>(i) * groups + group) * in.tokens;
+                for (int s = 0; s < in.sequences; ++s) {
+                    for (int t = in.cu_seqlens[s]; t < in.cu_seqlens[s + 1]; ++t) {
+                        if (of_step[t] >= 0) check_slot(of_step[t], s, group);
+                    }
                 }
             }
         }
@@ -245,7 +306,9 @@ class PyDecoder {
 
     std::vector<nb::object> keep_;
     std::unique_ptr<Decoder> decoder_;
+    std::unique_ptr<DecodeRun> run_;
     WrittenPages written_;
+    size_t skipped_bytes_ = 0;  // in the last call
 };
 
 // A matrix product alone, for tests and benchmarks: y = x Wᵀ as the decoder computes it.
@@ -307,6 +370,10 @@ void bind_decoder(nb::module_& m) {
         .def("step", &PyDecoder::step, "token_ids"_a.noconvert(), "cu_seqlens"_a.noconvert(),
              "past_lens"_a.noconvert(), "block_table"_a.noconvert(), "slot_mapping"_a.noconvert(),
              "logit_rows"_a.noconvert(), "logits"_a.noconvert(), "best_only"_a = false)
+        .def("decode", &PyDecoder::decode, "token_ids"_a.noconvert(), "cu_seqlens"_a.noconvert(),
+             "past_lens"_a.noconvert(), "block_table"_a.noconvert(), "slot_mapping"_a.noconvert(),
+             "logit_rows"_a.noconvert(), "logits"_a.noconvert(), "steps"_a, "ends"_a, "seconds"_a)
+        .def("hurry", &PyDecoder::hurry, "wanted"_a)
         .def("copy_blocks", &PyDecoder::copy_blocks, "src"_a.noconvert(), "dst"_a.noconvert(),
              "group"_a.noconvert())
         .def("read_blocks", &PyDecoder::read_blocks, "ids"_a.noconvert(), "group"_a.noconvert())

@@ -80,9 +80,17 @@ class Speculator:
         """The first `accepted` of the answer's `proposed` tokens were right."""
         self._proposer.observe(answer, proposed, accepted)
 
-    def observe_step(self, answers: int, more: int, seconds: float) -> None:
+    @property
+    def rest(self) -> int:
+        """Steps, one at least, until the next look for a guess, where the last one found none."""
+        if self.failure is None and self._waited <= QUIET_AFTER:
+            return 1
+        return LOOK_EVERY - (self._waited - 1) % LOOK_EVERY
+
+    def observe_step(self, answers: int, more: int, seconds: float, steps: int = 1) -> None:
         """A step in which nothing but so many answers went on, with so many tokens more than one of each,
-        took that long, guessing included."""
+        took that long, guessing included; or each of several that `propose` was asked before once."""
+        self._waited += steps - 1
         self._costs_of(answers).observe(more, max(0.0, seconds - self._spent))
 
     def forget(self, answer: Answer) -> None:

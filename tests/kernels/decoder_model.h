@@ -187,6 +187,9 @@ class Session {
         logits_.assign(rows_.size() * decoder_.logit_stride(), NAN);
     }
     void step() { decoder_.step(input_, logits_.data()); }
+    // What `step` runs.
+    const StepInput& input() const { return input_; }
+    float* logits() { return logits_.data(); }
     // Whether the steps that follow ask for each row's highest logit alone.
     void ask_for_best(bool only) { best_only_ = only; }
 

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <thread>
 
+#include "../../runtime/kernels/decode_run.h"
 #include "check.h"
 #include "decoder_model.h"
 
@@ -126,6 +127,42 @@ void check_allocations(Session& session) {
     check(allocations.count() > 0, "a step over what was reserved allocates, and that is counted");
 }
 
+// Decodes that follow one another in a call choose what as many calls do, and allocate nothing.
+void check_run(Session& session) {
+    constexpr int kSteps = 5;
+    std::vector<Chunk> chunks = {{0, 0, 13}, {1, 0, 30}, {2, 0, 9}, {3, 0, 47}};
+    session.run(chunks);
+    session.ask_for_best(true);
+    const auto prepare = [&] {
+        for (Chunk& chunk : chunks) chunk = {chunk.sequence, chunk.begin + chunk.count, 1};
+        session.prepare(chunks);
+    };
+    prepare();
+    Decoder& decoder = session.decoder();
+    DecodeRun run(decoder);
+    const DecodeRun::Limits limits{kSteps, {}, HUGE_VAL};
+    std::vector<int32_t> tokens(kSteps * kSequences);
+    run.begin(session.input(), kSteps);
+    {
+        const AllocationCount allocations;
+        run.begin(session.input(), kSteps);
+        check(run.run(limits, session.logits(), tokens.data()) == kSteps, "as many steps as were asked for");
+        check(allocations.count() == 0, "a run of decodes allocates nothing");
+    }
+    const int32_t* chosen = tokens.data();
+    for (int i = 0; i < kSteps; ++i, chosen += kSequences) {
+        if (i > 0) prepare();
+        StepInput input = session.input();
+        if (i > 0) input.token_ids = chosen - kSequences;
+        check(std::equal(input.slot_mapping, input.slot_mapping + kGroups * kSequences, run.slots(i)),
+              "a run writes the slots that its pages have");
+        decoder.step(input, session.logits());
+        check(std::equal(chosen, chosen + kSequences, decoder.best_tokens().data()),
+              "a run chooses what calls of a step choose");
+    }
+    session.ask_for_best(false);
+}
+
 }  // namespace
 
 void test_decoder(const Kernels& kernels, Results& results) {
@@ -166,6 +203,8 @@ void test_decoder(const Kernels& kernels, Results& results) {
         for (int threads : {1, 3}) {
             Session session(model, kernels, threads, KvType::kF16, 1);
             check_allocations(session);
+            Session runs(model, kernels, threads, KvType::kInt8, 2);
+            check_run(runs);
         }
     }
 }

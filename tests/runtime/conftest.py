@@ -1,7 +1,8 @@
 """Tokenizers of the kinds that models have, and a decoder in numpy to drive the engine with."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from itertools import pairwise
 from pydoc_data.topics import topics
 from typing import Any
@@ -128,6 +129,9 @@ class NumpyExecutor:
         self.closed = False
         self.weight_bytes = self.weights.nbytes
         self.skipped_bytes = 100
+        self.decode_steps = 8
+        self.runs: list[int] = []  # steps of each call of `decode`
+        self.hurries = False
 
     def allocate_kv(self, num_blocks: int, page_size: int, kv_dtype: str = "f32") -> None:
         groups = len(self.spec.window_groups)
@@ -173,6 +177,41 @@ class NumpyExecutor:
         if batch.best_only:
             logits[logits < logits.max(axis=1, keepdims=True)] = -np.inf
         return logits
+
+    def decode(self, batch: Batch, steps: int, ends: Collection[int], seconds: float) -> list[list[int]]:
+        """Steps as the contract has them, each a `step` of its own."""
+        assert batch.best_only
+        assert 1 < steps <= self.decode_steps
+        assert seconds > 0
+        assert (batch.logit_rows == np.arange(len(batch.past_lens))).all()
+        size = self.kv_layout.page_size
+        tokens: list[list[int]] = []
+        self.runs.append(0)
+        while True:
+            try:
+                logits = self.step(batch)
+            except Exception:
+                if not tokens:
+                    raise
+                self.steps.pop()
+                return tokens  # the next call has the error
+            self.runs[-1] += 1
+            finite = np.isfinite(logits.max(axis=1))
+            tokens.append(np.where(finite, logits.argmax(axis=1), -1).tolist())
+            ended = not finite.all() or not set(ends).isdisjoint(tokens[-1])
+            if ended or self.hurries or len(tokens) == steps:
+                return tokens
+            past = batch.past_lens + 1
+            pages = np.take_along_axis(batch.block_table, np.array(past // size)[None, :, None], axis=2)
+            batch = replace(
+                batch,
+                token_ids=np.array(tokens[-1], np.int32),
+                past_lens=past,
+                slot_mapping=pages[:, :, 0] * size + past % size,
+            )
+
+    def hurry(self, wanted: bool) -> None:
+        self.hurries = wanted
 
     def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32], group: int = 0) -> None:
         self.write_blocks(dst, self.read_blocks(src, group), group)

@@ -184,6 +184,7 @@ def test_a_prompt_waits_until_there_are_pages_for_all_of_it(make_engine: Make, m
 
 def test_decodes_come_first_and_prompts_fill_the_budget(make_engine: Make, make_executor: Make) -> None:
     executor = make_executor()
+    executor.decode_steps = 0
     engine = make_engine(executor, max_batch_tokens=6, eos_token_ids=[], target_token_ms=1e9)
     engine.add(Request("a", (3, 4), SamplingParams(max_tokens=30)))
     engine.step()

@@ -152,6 +152,7 @@ def test_the_statistics_say_what_was_done(make_engine: Make, make_executor: Make
         return now[0]
 
     executor, steps, ended = make_executor(), [], []
+    executor.decode_steps = 0
     whole = executor.step
 
     def step(batch: Any) -> Any:

@@ -164,8 +164,8 @@ def test_a_draft_that_knows_nothing_is_switched_off(make_executor: Make, byte_to
     class Ticking(Speculator):
         """Sees steps to which a token more adds a third."""
 
-        def observe_step(self, answers: int, more: int, seconds: float) -> None:
-            super().observe_step(answers, more, 3e-4 + more * 1e-4 + self._spent)
+        def observe_step(self, answers: int, more: int, seconds: float, steps: int = 1) -> None:
+            super().observe_step(answers, more, 3e-4 + more * 1e-4 + self._spent, steps)
 
     counting = Counting(DraftModelProposer(draft, vocab_size=64, clock=clock))
     speculator = Ticking(counting, clock=clock)

@@ -1,0 +1,54 @@
+// Decodes that follow one another without a return to the caller: each sequence's token is where the step
+// before had its highest logit. Every step is one of `Decoder::step`.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "decoder.h"
+#include "step_input.h"
+
+namespace nybble {
+
+class DecodeRun {
+  public:
+    // How far a run goes at most.
+    struct Limits {
+        int steps;
+        std::vector<int32_t> ends;  // it goes no further when a step has chosen one of these tokens
+        double seconds;             // nor begins a step after so long
+    };
+
+    explicit DecodeRun(Decoder& decoder) : decoder_(decoder) {}
+
+    // Takes the place of earlier input: `first` has one token and one row a sequence and asks for the best
+    // only. Slots of the tokens after the first are those that its block table has, which holds all `steps`.
+    void begin(const StepInput& first, int steps);
+    // The slots that step `i` of the run, and those after it, write: [steps][groups][sequences].
+    const int32_t* slots(int i) const { return slots_.data() + width_ * i; }
+
+    // Takes at least one step, and writes what each chose to `tokens`, [steps][sequences]: -1 where a
+    // sequence's row holds no numbers, after which the run goes no further. Returns how many steps there
+    // were. An error of the first is thrown; one of a later step ends the run before it, whose slots hold
+    // anything. Allocates nothing where `begin` had as many steps and sequences before.
+    int run(const Limits& limits, float* logits, int32_t* tokens);
+
+    // Whether a run comes back after the step it is in. Of any thread.
+    void hurry(bool wanted) { hurry_.store(wanted, std::memory_order_relaxed); }
+    // Bytes of the head that the last run's steps did without, together.
+    size_t skipped_bytes() const { return skipped_bytes_; }
+
+  private:
+    bool choose(const float* logits, const Limits& limits, int32_t* tokens);
+
+    Decoder& decoder_;
+    StepInput input_{};
+    size_t width_ = 0;  // groups times sequences
+    std::vector<int32_t> past_lens_, slots_;
+    std::atomic<bool> hurry_{false};
+    size_t skipped_bytes_ = 0;
+};
+
+}  // namespace nybble

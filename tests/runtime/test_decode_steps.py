@@ -1,0 +1,336 @@
+"""Several steps of decodes in one call of the executor: the tokens, pages and ends of a call a step."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from decoders import MIXED, Pages, Weights, load, quantized, some_ids
+from engines import PROMPT, answer, reference_without_end, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nybble._kernels import supported_kernels
+from nybble.errors import ExecutorError
+from nybble.runtime.batch import Batch
+from nybble.runtime.cpu_executor import DECODE_STEPS, CpuExecutor
+from nybble.runtime.engine import DECODE_SECONDS
+from nybble.runtime.engine_loop import EngineLoop
+from nybble.runtime.sampling_params import SamplingParams
+from nybble.runtime.sequence import Request
+from nybble.runtime.sinks import Ended, ThreadSink
+from nybble.runtime.speculation import NgramProposer, Speculator
+
+Make = Callable[..., Any]
+LENGTHS = [5, 37, 63, 250]  # tokens of each sequence's prompt: the ends of a page and of a segment are near
+ROOM = 300
+
+
+def greedy(max_tokens: int = 30, **others: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **others)
+
+
+class TestEngine:
+    def test_one_answer_takes_eight_steps_a_call_with_the_tokens_of_a_call_a_step(
+        self, make_engine: Make, make_executor: Make
+    ) -> None:
+        executor = make_executor()
+        engine = make_engine(executor, eos_token_ids=[])
+        sequence = engine.add(Request("a", tuple(PROMPT), greedy(22)))
+        run(engine)
+        assert sequence.output_ids == reference_without_end(executor, PROMPT, 22)
+        assert executor.runs == [8, 8, 5]  # the first token is the prompt's
+        assert engine.pages_free == 64
+        found = engine.statistics
+        assert (found.steps, found.decode_tokens, found.mean_batch) == (22, 22, 1.0)
+        assert found.time_between_tokens.p50 > 0
+
+    @pytest.mark.parametrize("steps", [0, 1, 3])
+    def test_an_executor_says_how_many_it_takes(
+        self, make_engine: Make, make_executor: Make, steps: int
+    ) -> None:
+        executor = make_executor()
+        executor.decode_steps = steps
+        answer(make_engine(executor, eos_token_ids=[]), PROMPT, temperature=0.0, max_tokens=8)
+        assert executor.runs == ([3, 3] if steps == 3 else [])
+
+    @pytest.mark.parametrize(
+        "params",
+        [
+            {"temperature": 0.7},
+            {"repetition_penalty": 1.2},
+            {"logit_bias": {3: 1.0}},
+            {"logprobs": 0},
+            {"best_of": 2},
+            {"regex": "[a-z]+"},
+        ],
+    )
+    def test_what_needs_the_logits_takes_a_step_a_call(
+        self, make_engine: Make, make_executor: Make, params: dict[str, Any]
+    ) -> None:
+        executor = make_executor()
+        answer(make_engine(executor), PROMPT, **{"temperature": 0.0, "max_tokens": 9, **params})
+        assert not executor.runs
+
+    def test_answers_side_by_side(self, make_engine: Make, make_executor: Make) -> None:
+        executor = make_executor()
+        engine = make_engine(executor, max_batch_tokens=64, eos_token_ids=[])
+        prompts = [PROMPT, PROMPT[::-1], PROMPT[3:]]
+        sequences = [
+            engine.add(Request(str(i), tuple(prompt), greedy(count)))
+            for i, (prompt, count) in enumerate(zip(prompts, (21, 6, 40), strict=True))
+        ]
+        run(engine)
+        for sequence, prompt in zip(sequences, prompts, strict=True):
+            count = len(sequence.output_ids)
+            assert sequence.output_ids == reference_without_end(executor, prompt, count)
+        assert [len(s.output_ids) for s in sequences] == [21, 6, 40]
+        assert executor.runs == [5, 8, 7, 8, 8, 3]  # each goes as far as nobody is at an end
+        assert engine.pages_free == 64
+
+    def test_a_stop_token_ends_the_call(self, make_engine: Make, make_executor: Make) -> None:
+        executor = make_executor()
+        tokens = reference_without_end(executor, PROMPT, 30)
+        stop = next(token for i, token in enumerate(tokens) if i > 2 and token not in tokens[:i])
+        engine = make_engine(executor, eos_token_ids=[stop])
+        sequence = answer(engine, PROMPT, temperature=0.0, max_tokens=30)
+        assert sequence.output_ids == tokens[: tokens.index(stop) + 1]
+        assert sum(executor.runs) == len(sequence.output_ids) - 1  # none was taken after it
+        assert sequence.finish_reason == "stop"
+
+    def test_after_a_stop_string_what_else_was_chosen_is_dropped(
+        self, make_engine: Make, make_executor: Make
+    ) -> None:
+        executor = make_executor()
+        plain = answer(make_engine(executor, eos_token_ids=[]), PROMPT, temperature=0.0, max_tokens=30)
+        pieces = [piece.text for piece in plain.pieces]
+        text = "".join(pieces)
+        where = next(
+            i for i in range(2, 29) if pieces[i].strip() and text.find(pieces[i]) == len("".join(pieces[:i]))
+        )
+        engine = make_engine(executor, eos_token_ids=[])
+        sequence = answer(engine, PROMPT, temperature=0.0, max_tokens=30, stop=[pieces[where]])
+        assert sequence.output_ids == plain.output_ids[: where + 1]
+        assert sequence.output().outputs[0].text == "".join(pieces[:where])
+        assert engine.pages_free == 64
+
+    def test_who_waits_is_not_made_to_wait(self, make_engine: Make, make_executor: Make) -> None:
+        executor = make_executor()
+        engine = make_engine(executor, max_sequences=1, eos_token_ids=[])
+        engine.add(Request("a", tuple(PROMPT), greedy(20)))
+        engine.add(Request("b", tuple(PROMPT[2:]), greedy(20)))
+        run(engine)
+        assert executor.runs == [8, 8, 3]  # of the second one
+
+    def test_a_row_without_numbers_fails_its_request_alone(
+        self, make_engine: Make, make_executor: Make
+    ) -> None:
+        executor = make_executor()
+        whole = executor.step
+
+        def step(batch: Batch) -> Any:
+            logits = whole(batch)
+            if len(executor.steps) == 5:
+                logits[0] = np.nan
+            return logits
+
+        executor.step = step
+        engine = make_engine(executor, eos_token_ids=[])
+        a = engine.add(Request("a", tuple(PROMPT[:4]), greedy(9)))
+        b = engine.add(Request("b", tuple(PROMPT[4:]), greedy(9)))
+        run(engine)
+        assert isinstance(a.error, ExecutorError)
+        assert "position 8 is no number" in str(a.error)
+        assert a.output_ids == reference_without_end(executor, PROMPT[:4], 4)
+        assert b.output_ids == reference_without_end(executor, PROMPT[4:], 9)
+        assert engine.pages_free == 64
+
+    def test_what_was_chosen_before_an_error_stays(self, make_engine: Make, make_executor: Make) -> None:
+        executor = make_executor()
+        executor.fail_at[5] = RuntimeError("gone")
+        sequence = answer(make_engine(executor, eos_token_ids=[]), PROMPT, temperature=0.0, max_tokens=30)
+        assert "gone" in str(sequence.error)
+        assert sequence.output_ids == reference_without_end(executor, PROMPT, 4)
+
+    def test_nobody_gives_pages_up_for_more_than_a_step(self, make_engine: Make, make_executor: Make) -> None:
+        executor = make_executor(num_blocks=10)
+        engine = make_engine(executor, max_model_len=40, eos_token_ids=[])
+        # Nine and four tokens grow to 22 and 16: all ten pages at their ends, none to spare before.
+        sequences = [engine.add(Request("a", tuple(PROMPT), greedy(13)))]
+        sequences.append(engine.add(Request("b", tuple(PROMPT[:4]), greedy(12))))
+        run(engine)
+        assert sequences[0].output_ids == reference_without_end(executor, PROMPT, 13)
+        assert sequences[1].output_ids == reference_without_end(executor, PROMPT[:4], 12)
+        assert engine.statistics.preemptions == 0
+        assert engine.pages_free == 10
+
+    def test_an_answer_slides_where_it_would_a_step_a_call(
+        self, make_engine: Make, make_executor: Make
+    ) -> None:
+        texts = []
+        for steps in (0, 8):
+            executor = make_executor(num_blocks=20)
+            executor.decode_steps = steps
+            engine = make_engine(executor, max_model_len=30, eos_token_ids=[])
+            sequence = engine.add(Request("a", tuple(PROMPT), greedy(60), on_context_end="slide", n_keep=3))
+            run(engine)
+            texts.append(sequence.output_ids)
+        assert texts[0] == texts[1]
+        assert len(texts[0]) == 60
+
+    def test_a_message_ends_the_call_after_its_step(self, make_engine: Make, make_executor: Make) -> None:
+        executor = make_executor()
+        engine = make_engine(executor, eos_token_ids=[])
+        loop = EngineLoop(engine)
+        whole, other = executor.step, ThreadSink(streaming=False)
+
+        def step(batch: Batch) -> Any:
+            if len(executor.steps) == 12:
+                loop.submit([Request("b", tuple(PROMPT[2:]), greedy(3))], other)
+            return whole(batch)
+
+        executor.step = step
+        sink = ThreadSink(streaming=False)
+        # From another thread, as everything comes that the engine's does not ask for itself.
+        step_allowed = pytest.MonkeyPatch()
+        step_allowed.setattr(EngineLoop, "on_thread", property(lambda self: False))
+        loop.submit([Request("a", tuple(PROMPT), greedy(40))], sink)
+        end = sink.get()
+        step_allowed.undo()
+        assert isinstance(end, Ended)
+        assert end.sequence.output_ids == reference_without_end(executor, PROMPT, 40)
+        assert executor.runs[:2] == [8, 4]
+        assert len(executor.steps[13].past_lens) == 2  # the other has begun
+        loop.close()
+
+    @pytest.mark.parametrize("kind", ["ngram", "failed"])
+    def test_a_speculator_is_asked_as_often_as_it_looks(
+        self, make_engine: Make, make_executor: Make, kind: str
+    ) -> None:
+        class Proposer(NgramProposer):
+            looks = 0
+
+            def chances(self, sequence: Any, limit: int) -> Any:
+                self.looks += 1
+                if kind == "failed":
+                    raise ValueError("no guess")
+                return ()
+
+        executor, proposer = make_executor(num_blocks=100), Proposer()
+        engine = make_engine(executor, speculator=Speculator(proposer), eos_token_ids=[], max_model_len=300)
+        sequence = answer(engine, PROMPT, temperature=0.0, max_tokens=100)
+        assert sequence.output_ids == reference_without_end(executor, PROMPT, 100)
+        # After 32 steps without a guess, the prompt's among them, it looks in every fourth; after a failure
+        # never.
+        assert set(executor.runs[:-1]) == {4}
+        looked = sum(step <= 32 or step % 4 == 0 for step in range(1, 100))
+        assert proposer.looks == (1 if kind == "failed" else looked)
+
+
+@pytest.fixture(scope="module")
+def weights(make_tiny_model: Callable[..., Path]) -> Weights:
+    """Two window groups, grouped heads, biases."""
+    path = make_tiny_model("qwen2", use_sliding_window=True, tie_word_embeddings=True, **MIXED)
+    return quantized(load(path), 4, 64, False, False)
+
+
+@pytest.fixture(scope="module")
+def pages(weights: Weights) -> Pages:
+    return Pages(weights.spec, len(LENGTHS), ROOM)
+
+
+@pytest.fixture(scope="module", params=supported_kernels())
+def executor(weights: Weights, pages: Pages, request: pytest.FixtureRequest) -> Iterator[CpuExecutor]:
+    """With the prompts in its cache."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("NYBBLE_ISA", request.param)
+    executor = CpuExecutor(weights, threads=2)
+    patch.undo()
+    executor.allocate_kv(pages.num_blocks, pages.page_size, "int8")
+    for sequence, length in enumerate(LENGTHS):
+        executor.step(pages.batch([(sequence, 0, some_ids(weights.spec.vocab_size, length))]))
+    yield executor
+    executor.close()
+
+
+def first_batch(pages: Pages, sequences: list[int], tokens: list[int], past: list[int]) -> Batch:
+    chunks = [(s, p, [t]) for s, p, t in zip(sequences, past, tokens, strict=True)]
+    batch = pages.batch(chunks)
+    # Pages of the tokens to come are mapped as well.
+    table = batch.block_table.copy()
+    for row, (sequence, begin) in enumerate(zip(sequences, past, strict=True)):
+        first = begin // pages.page_size
+        table[:, row, first:] = pages.table[:, sequence, first:]
+    return Batch(
+        batch.token_ids, batch.cu_seqlens, batch.past_lens, table, batch.slot_mapping,
+        np.arange(len(sequences), dtype=np.int32), best_only=True,
+    )  # fmt: skip
+
+
+class TestCpuExecutor:
+    @given(
+        sequences=st.permutations(range(len(LENGTHS))).flatmap(
+            lambda order: st.integers(1, len(LENGTHS)).map(lambda n: list(order[:n]))
+        ),
+        steps=st.integers(1, DECODE_STEPS),
+        token=st.integers(0, 90),
+        end=st.booleans(),
+    )
+    @settings(max_examples=40, deadline=None)
+    def test_the_tokens_are_those_of_a_call_a_step(
+        self, executor: CpuExecutor, pages: Pages, sequences: list[int], steps: int, token: int, end: bool
+    ) -> None:
+        count = len(sequences)
+        tokens = [token + s for s in range(count)]
+        past = [LENGTHS[s] for s in sequences]
+        expected: list[list[int]] = []
+        given_tokens = tokens
+        for i in range(steps):
+            batch = first_batch(pages, sequences, given_tokens, [p + i for p in past])
+            given_tokens = executor.step(batch).argmax(axis=1).tolist()
+            expected.append(given_tokens)
+        ends = [expected[steps // 2][-1], -5, 1 << 40] if end else []
+        if end:
+            expected = expected[: next(i for i, row in enumerate(expected) if ends[0] in row) + 1]
+        found = executor.decode(first_batch(pages, sequences, tokens, past), steps, ends, 60.0)
+        assert found == expected
+        # What it wrote is what the steps write, too.
+        again = first_batch(pages, sequences, expected[-1], [p + len(expected) for p in past])
+        after = executor.step(again).copy()
+        for i, row in enumerate([tokens, *expected[:-1]]):
+            executor.step(first_batch(pages, sequences, row, [p + i for p in past]))
+        assert np.array_equal(after, executor.step(again))
+
+    def test_time_and_hurry_end_it_after_a_step(self, executor: CpuExecutor, pages: Pages) -> None:
+        batch = first_batch(pages, [1, 0], [3, 4], [LENGTHS[1], LENGTHS[0]])
+        whole = executor.decode(batch, 8, [], 60.0)
+        assert len(whole) == 8
+        assert executor.decode(batch, 8, [], 0.0) == whole[:1]
+        executor.hurry(True)
+        assert executor.decode(batch, 8, [], 60.0) == whole[:1]
+        executor.hurry(False)
+        assert executor.decode(batch, 8, [], 60.0) == whole
+        assert DECODE_SECONDS > 0
+
+    def test_a_row_without_numbers_ends_it(self, weights: Weights) -> None:
+        tensors = dict(weights.tensors)
+        name = weights.spec.final_norm_name
+        norm = np.array(tensors[name])
+        norm[3] = np.nan
+        broken = CpuExecutor(Weights(weights.spec, {**tensors, name: norm}), threads=2)
+        pages = Pages(weights.spec, 2, 40)
+        broken.allocate_kv(pages.num_blocks, pages.page_size, "f16")
+        batch = first_batch(pages, [0, 1], [3, 4], [0, 0])
+        assert broken.decode(batch, 8, [], 60.0) == [[-1, -1]]
+        broken.close()
+
+    def test_what_it_did_without_is_that_of_all_steps(self, executor: CpuExecutor, pages: Pages) -> None:
+        batch = first_batch(pages, [1], [3], [LENGTHS[1]])
+        skipped = 0
+        token = 3
+        for i in range(8):
+            token = int(executor.step(first_batch(pages, [1], [token], [LENGTHS[1] + i])).argmax())
+            skipped += executor.skipped_bytes
+        executor.decode(batch, 8, [], 60.0)
+        assert (executor.skipped_bytes > 0) == (skipped > 0)
