@@ -207,7 +207,7 @@ class CpuExecutor:
         return DECODE_STEPS
 
     def decode(self, batch: Batch, steps: int, ends: Collection[int], seconds: float) -> list[list[int]]:
-        """Steps of decodes, as the contract has it. Raises as `step` does, for the first of them."""
+        """Steps of decodes, as the contract has it. Raises as `step` does, for any of them."""
         ends = [token for token in ends if 0 <= token < self._spec.vocab_size]
         chosen = self._run(self._open().decode, batch, min(steps, DECODE_STEPS), ends, seconds)
         return chosen  # type: ignore[no-any-return]

@@ -54,7 +54,8 @@ class Engine:
     - `speculator`: what guesses tokens ahead, or None.
     - `bandwidth`: bytes a second that the machine can read, for the statistics.
     - `explain_shortage`: what else to say where memory ran out, such as what was planned and what would help.
-    - `on_step`, `on_end`: called after each step, and with the first sequence of each request that ended.
+    - `on_step`, `on_end`: called after each step, or several that came in one call, and with the first
+      sequence of each request that ended.
     """
 
     def __init__(
@@ -184,9 +185,9 @@ class Engine:
         self._constraints.start(params)
 
     def step(self) -> list[Sequence]:
-        """Runs one batch and returns the first sequence of each request in it, and of those that failed
-        before they came so far. An executor's error fails these and no others. Empty where memory must be
-        found first: the next step goes on."""
+        """Runs one batch, or decodes in several steps, and returns the first sequence of each request in it,
+        and of those that failed before they came so far. An executor's error fails these and no others.
+        Empty where memory must be found first: the next step goes on."""
         started, self._stepping = self._clock(), True
         try:
             plan = self._scheduler.schedule()
@@ -253,7 +254,13 @@ class Engine:
         before = self._clock()
         if (steps := chunks[0].steps) > 1:
             ends = frozenset[int]().union(*(chunk.sequence.stop_ids for chunk in chunks))
-            return before, self._executor.decode(batch, steps, ends, DECODE_SECONDS)
+            chosen = self._executor.decode(batch, steps, ends, DECODE_SECONDS)
+            if not 1 <= len(chosen) <= steps or any(len(tokens) != len(chunks) for tokens in chosen):
+                shape = f"{[len(tokens) for tokens in chosen]} tokens"
+                raise ExecutorError(
+                    f"the executor returned {shape}; expected {len(chunks)} of 1 to {steps} steps"
+                )
+            return before, chosen
         logits = self._executor.step(batch)
         expected = (len(batch.logit_rows), self._vocab_size)
         if logits.shape != expected:
@@ -338,7 +345,8 @@ class Engine:
         if not all(sequence.best_only for sequence in sequences):
             return 1
         steps = min(self._most_steps, min(map(self._room, sequences)))
-        return steps if self._speculator is None else min(steps, self._speculator.rest)
+        looks = self._speculator is not None and self._speculator.failure is None
+        return min(steps, self._speculator.rest) if looks else steps
 
     def _room(self, sequence: Sequence) -> int:
         """The most tokens that the answer may go on by before somebody looks at it; 0 where it has not begun:

@@ -77,8 +77,8 @@ class Executor(Protocol):
         The batch is the first step's: of each sequence one token, whose row is wanted, the highest alone. The
         tokens after it have the next slots of the sequence's pages; the block table has those of all `steps`.
         Returns of each step the tokens chosen, [steps taken][B]: -1 where a row's highest logit is no finite
-        number, after which no step is taken. An error is raised where the first step has it: what the others
-        chose before one is returned."""
+        number, after which no step is taken. Raises what `step` raises, for any of its steps; what those
+        before chose is lost then, and the slots of all may hold anything."""
         ...
 
     def hurry(self, wanted: bool) -> None:

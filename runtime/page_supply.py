@@ -31,6 +31,13 @@ class PageSupply(Generic[State]):
                 return False
         return True
 
+    def are_there(self, sequences: Iterable[State], count: int) -> bool:
+        """Whether `reserve` finds pages for the next `count` tokens of each."""
+        needed = sum(
+            s.blocks.pages_needed(max(0, s.computed + count - s.blocks.num_tokens)) for s in sequences
+        )
+        return needed <= self._cache.pages_available
+
     def most(self, sequence: State, count: int) -> int:
         """The most of the next `count` tokens for which there are pages."""
         blocks, available = sequence.blocks, self._cache.pages_available

@@ -217,14 +217,13 @@ class Scheduler(Generic[State]):
     def _take_steps(self, chunks: list[Chunk[State]], count_steps: CountSteps[State]) -> None:
         if len(chunks) < len(self.running) or any(c.count > 1 or not c.completes for c in chunks):
             return
-        steps = count_steps([chunk.sequence for chunk in chunks])
+        sequences = [chunk.sequence for chunk in chunks]
+        steps = count_steps(sequences)
         # Nobody is preempted for it.
-        if steps > 1 and all(self._pages.reserve(chunk.sequence, steps) for chunk in chunks):
+        if steps > 1 and self._pages.are_there(sequences, steps):
             for chunk in chunks:
+                self._pages.reserve(chunk.sequence, steps)
                 chunk.steps = steps
-        elif steps > 1:
-            for chunk in chunks:
-                chunk.sequence.blocks.truncate(chunk.sequence.computed + 1)
 
     def _prefills(self, chunks: list[Chunk[State]]) -> None:
         for sequence in self.running:

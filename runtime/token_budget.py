@@ -8,7 +8,7 @@ from .step_time import StepShape, StepTimeModel
 DEFAULT_RATIO = 2.95
 # While nothing was measured.
 FIRST_CHUNK = 32
-# Steps that find memory before larger ones are tried again.
+# Calls of the executor that find memory before larger steps are tried again.
 CALM = 32
 
 
@@ -27,7 +27,7 @@ class TokenBudget:
         self._decodes, self._context, self._eager = 0, 0, 1
         self._prompts, self._asked = 0, False
         self._cap = max_tokens  # lowered while memory is short
-        self._calm = 0  # steps since then
+        self._calm = 0  # calls since then
 
     def start(self, decodes: int, context: int, prompts: int = 1) -> None:
         """A step begins with `decodes` tokens of answers, which have `context` tokens in the cache together;

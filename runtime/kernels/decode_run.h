@@ -31,8 +31,8 @@ class DecodeRun {
 
     // Takes at least one step, and writes what each chose to `tokens`, [steps][sequences]: -1 where a
     // sequence's row holds no numbers, after which the run goes no further. Returns how many steps there
-    // were. An error of the first is thrown; one of a later step ends the run before it, whose slots hold
-    // anything. Allocates nothing where `begin` had as many steps and sequences before.
+    // were. Throws what a step throws; the slots of all then hold anything. Allocates nothing where `begin`
+    // had as many steps and sequences before.
     int run(const Limits& limits, float* logits, int32_t* tokens);
 
     // Whether a run comes back after the step it is in. Of any thread.

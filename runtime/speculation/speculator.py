@@ -82,8 +82,9 @@ class Speculator:
 
     @property
     def rest(self) -> int:
-        """Steps, one at least, until the next look for a guess, where the last one found none."""
-        if self.failure is None and self._waited <= QUIET_AFTER:
+        """Steps, one at least, until the next look for a guess, where the last one found none. After a
+        failure there is none."""
+        if self._waited <= QUIET_AFTER:
             return 1
         return LOOK_EVERY - (self._waited - 1) % LOOK_EVERY
 
@@ -91,7 +92,7 @@ class Speculator:
         """A step in which nothing but so many answers went on, with so many tokens more than one of each,
         took that long, guessing included; or each of several that `propose` was asked before once."""
         self._waited += steps - 1
-        self._costs_of(answers).observe(more, max(0.0, seconds - self._spent))
+        self._costs_of(answers).observe(more, max(0.0, seconds - self._spent / steps))
 
     def forget(self, answer: Answer) -> None:
         """The answer has ended."""

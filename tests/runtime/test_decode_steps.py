@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nybble._kernels import supported_kernels
-from nybble.errors import ExecutorError
+from nybble.errors import DeadlineExceeded, ExecutorError
 from nybble.runtime.batch import Batch
 from nybble.runtime.cpu_executor import DECODE_STEPS, CpuExecutor
 from nybble.runtime.engine import DECODE_SECONDS
@@ -146,12 +146,54 @@ class TestEngine:
         assert b.output_ids == reference_without_end(executor, PROMPT[4:], 9)
         assert engine.pages_free == 64
 
-    def test_what_was_chosen_before_an_error_stays(self, make_engine: Make, make_executor: Make) -> None:
+    def test_an_error_of_any_step_is_the_calls(self, make_engine: Make, make_executor: Make) -> None:
         executor = make_executor()
-        executor.fail_at[5] = RuntimeError("gone")
+        executor.fail_at[13] = RuntimeError("gone")
         sequence = answer(make_engine(executor, eos_token_ids=[]), PROMPT, temperature=0.0, max_tokens=30)
         assert "gone" in str(sequence.error)
-        assert sequence.output_ids == reference_without_end(executor, PROMPT, 4)
+        assert sequence.output_ids == reference_without_end(executor, PROMPT, 9)
+
+    @pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt()])
+    def test_what_a_step_could_not_do_is_done_again(
+        self, make_engine: Make, make_executor: Make, error: BaseException
+    ) -> None:
+        executor = make_executor()
+        executor.fail_at[13] = error
+        engine = make_engine(executor, eos_token_ids=[])
+        sequence = engine.add(Request("a", tuple(PROMPT), greedy(30)))
+        try:
+            run(engine)
+        except KeyboardInterrupt:
+            run(engine)
+        assert sequence.output_ids == reference_without_end(executor, PROMPT, 30)
+        assert engine.pages_free == 64
+
+    @pytest.mark.parametrize("given", [[], [[1], [2, 3]], [[1]] * 9])
+    def test_an_executor_that_breaks_the_contract_fails_the_request(
+        self, make_engine: Make, make_executor: Make, given: list[list[int]]
+    ) -> None:
+        executor = make_executor()
+        executor.decode = lambda *arguments: given
+        sequence = answer(make_engine(executor, eos_token_ids=[]), PROMPT, temperature=0.0, max_tokens=30)
+        assert "expected 1 of 1 to 8 steps" in str(sequence.error)
+
+    def test_several_answers_to_a_prompt(self, make_engine: Make, make_executor: Make) -> None:
+        executor = make_executor()
+        engine = make_engine(executor, eos_token_ids=[])
+        sequence = answer(engine, PROMPT, temperature=0.0, max_tokens=20, n=3, min_tokens=5)
+        expected = reference_without_end(executor, PROMPT, 20)
+        assert [list(output.token_ids) for output in sequence.output().outputs] == [expected] * 3
+        assert sum(executor.runs) > 8
+        assert engine.pages_free == 64
+
+    def test_a_deadline_is_looked_at_between_calls(self, make_engine: Make, make_executor: Make) -> None:
+        executor = make_executor()
+        engine = make_engine(executor, eos_token_ids=[], clock=lambda: float(len(executor.steps)))
+        sequence = engine.add(Request("a", tuple(PROMPT), greedy(60), deadline=12.0))
+        run(engine)
+        assert isinstance(sequence.error, DeadlineExceeded)
+        assert sequence.output_ids == reference_without_end(executor, PROMPT, 17)  # the call that began at 9
+        assert engine.pages_free == 64
 
     def test_nobody_gives_pages_up_for_more_than_a_step(self, make_engine: Make, make_executor: Make) -> None:
         executor = make_executor(num_blocks=10)
@@ -223,7 +265,7 @@ class TestEngine:
         assert sequence.output_ids == reference_without_end(executor, PROMPT, 100)
         # After 32 steps without a guess, the prompt's among them, it looks in every fourth; after a failure
         # never.
-        assert set(executor.runs[:-1]) == {4}
+        assert set(executor.runs[:-1]) == {8 if kind == "failed" else 4}
         looked = sum(step <= 32 or step % 4 == 0 for step in range(1, 100))
         assert proposer.looks == (1 if kind == "failed" else looked)
 
@@ -321,16 +363,20 @@ class TestCpuExecutor:
         broken = CpuExecutor(Weights(weights.spec, {**tensors, name: norm}), threads=2)
         pages = Pages(weights.spec, 2, 40)
         broken.allocate_kv(pages.num_blocks, pages.page_size, "f16")
-        batch = first_batch(pages, [0, 1], [3, 4], [0, 0])
-        assert broken.decode(batch, 8, [], 60.0) == [[-1, -1]]
+        assert broken.decode(first_batch(pages, [0, 1], [3, 4], [0, 0]), 8, [], 60.0) == [[-1, -1]]
+        assert broken.decode(first_batch(pages, [0], [3], [0]), 8, [], 60.0) == [[-1]]
         broken.close()
 
-    def test_what_it_did_without_is_that_of_all_steps(self, executor: CpuExecutor, pages: Pages) -> None:
-        batch = first_batch(pages, [1], [3], [LENGTHS[1]])
-        skipped = 0
-        token = 3
-        for i in range(8):
-            token = int(executor.step(first_batch(pages, [1], [token], [LENGTHS[1] + i])).argmax())
-            skipped += executor.skipped_bytes
-        executor.decode(batch, 8, [], 60.0)
-        assert (executor.skipped_bytes > 0) == (skipped > 0)
+    def test_what_it_did_without_is_that_of_all_steps(self, weights: Weights) -> None:
+        pages = Pages(weights.spec, 1, 40)
+        skipped = []
+        for steps in (1, 8):
+            executor = CpuExecutor(weights, threads=1)
+            executor.allocate_kv(pages.num_blocks, pages.page_size, "f16")
+            tokens, done = [3], 0
+            for past in range(0, 8, steps):
+                tokens = executor.decode(first_batch(pages, [0], tokens, [past]), steps, [], 60.0)[-1]
+                done += executor.skipped_bytes
+            skipped.append(done)
+            executor.close()
+        assert skipped[0] == skipped[1] > 0

@@ -43,10 +43,30 @@ class FaultyExecutor:
         return self.swaps
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
+        self._fail()
+        return self._executor.step(batch)
+
+    def decode(self, batch: Batch, *limits: Any) -> list[list[int]]:
+        tokens = self._executor.decode(batch, *limits)
+        self._fail()  # after steps that wrote to the pages
+        return tokens
+
+    def _fail(self) -> None:
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        return self._executor.step(batch)
+
+
+class StepByStep:
+    """An executor that takes a step a call."""
+
+    decode_steps = 0
+
+    def __init__(self, executor: CpuExecutor) -> None:
+        self._executor = executor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
 
 
 class Oracle:
@@ -66,7 +86,11 @@ class Oracle:
     def _run(self, asked: Asked) -> tuple[tuple[int, ...], ...]:
         prompt, params, on_context_end, n_keep = asked
         engine = Engine(
-            self._executor, self._tokenizer, max_model_len=CONTEXT, eos_token_ids=[0], share_prefixes=False
+            StepByStep(self._executor),  # type: ignore[arg-type]
+            self._tokenizer,
+            max_model_len=CONTEXT,
+            eos_token_ids=[0],
+            share_prefixes=False,
         )
         request = Request("alone", prompt, params, on_context_end=on_context_end, n_keep=n_keep)  # type: ignore[arg-type]
         sequence = engine.add(request)

@@ -339,6 +339,24 @@ def test_drafts_take_no_pages_from_others() -> None:
     ]
 
 
+def test_several_steps_are_taken_where_all_decode_and_there_are_pages() -> None:
+    driver = Driver(pages=6, count_steps=lambda sequences: 6)
+    one = driver.add(list(range(7)), answer=9)
+    driver.step()
+    assert [chunk.steps for chunk in driver.plan.chunks] == [1]  # a prompt's
+    driver.step()
+    assert [chunk.steps for chunk in driver.plan.chunks] == [6]
+    assert one.blocks.num_tokens == one.computed == 8  # of which one was taken: the rest goes back
+    driver.add(list(range(50, 57)), answer=9)
+    driver.step()
+    assert [chunk.steps for chunk in driver.plan.chunks] == [1, 1]  # a prompt runs beside it
+    driver.step()
+    # Two pages are left for twelve tokens: a step, with nobody asked for pages in vain.
+    assert [chunk.steps for chunk in driver.plan.chunks] == [1, 1]
+    assert driver.scheduler.allocation_failures == driver.scheduler.preemptions == 0
+    driver.run()
+
+
 def test_a_rejected_draft_gives_its_pages_back() -> None:
     driver = Driver(pages=16, propose=lambda sequences, room: [[7] * 9 for _ in sequences])
     sequence = driver.add(prompt(0, 10), 10)
