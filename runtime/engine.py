@@ -345,8 +345,9 @@ class Engine:
         if not all(sequence.best_only for sequence in sequences):
             return 1
         steps = min(self._most_steps, min(map(self._room, sequences)))
-        looks = self._speculator is not None and self._speculator.failure is None
-        return min(steps, self._speculator.rest) if looks else steps
+        if self._speculator is None or self._speculator.failure is not None:
+            return steps
+        return min(steps, self._speculator.rest)
 
     def _room(self, sequence: Sequence) -> int:
         """The most tokens that the answer may go on by before somebody looks at it; 0 where it has not begun:
