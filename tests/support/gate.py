@@ -48,8 +48,10 @@ def gated(executor: Any) -> Iterator[Gate]:
     """Holds the executor's steps up for as long as the block runs, or until it opens the gate."""
     gate = Gate(executor.step)
     executor.step = gate
+    # A call of several steps takes the one that is held up.
+    executor.decode = lambda batch, *limits: [gate(batch).argmax(axis=1).tolist()]
     try:
         yield gate
     finally:
         gate.open()
-        del executor.step
+        del executor.step, executor.decode
