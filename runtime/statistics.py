@@ -103,7 +103,7 @@ class StatisticsRecorder:
         self.bytes_read += steps * self._weight_bytes - skipped_bytes
         for window, token_bytes in self._windows:
             for chunk in chunks:
-                context = chunk.sequence.computed - (steps - 1) / 2  # on average
+                context = max(0.0, chunk.sequence.computed - (steps - 1) / 2)  # on average
                 self.bytes_read += steps * token_bytes * (context if window is None else min(context, window))
 
     def token(self, sequence: Sequence, now: float) -> None:

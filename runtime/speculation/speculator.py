@@ -82,8 +82,7 @@ class Speculator:
 
     @property
     def rest(self) -> int:
-        """Steps, one at least, until the next look for a guess, where the last one found none. After a
-        failure there is none."""
+        """Steps, one at least, until the next look for a guess, where the last one found none."""
         if self._waited <= QUIET_AFTER:
             return 1
         return LOOK_EVERY - (self._waited - 1) % LOOK_EVERY

@@ -230,3 +230,13 @@ def test_a_text_that_was_replaced_is_looked_at_anew() -> None:
     answer.tokens = [5, 6, 1, 2, 5, 6]
     proposer.chances(answer, 2)
     assert proposer.draft([answer], [2]) == [[1, 2]]
+
+
+def test_a_look_before_several_steps_is_taken_off_once() -> None:
+    times = iter([0.0, 0.001] * 2)
+    speculator = Speculator(Sure(0.0), clock=lambda: next(times))
+    for _ in range(2):
+        assert lengths(speculator) == [0]
+        # Four steps of 3 ms and the look's millisecond.
+        speculator.observe_step(1, 0, 0.013 / 4, 4)
+    assert speculator._costs_of(1).plain == pytest.approx(0.003)
