@@ -39,7 +39,8 @@ def test_malformed_arrays_are_read_within_their_bounds(tmp_path: Path) -> None:
         "ASAN_OPTIONS": "detect_leaks=0",  # those of Python, which frees little at its end
         "PYTHONMALLOC": "malloc",  # so that every object has bounds that are watched
     }
-    tests = ROOT / "tests" / "runtime" / "test_malformed_arrays.py"
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--capture=sys", str(tests)]
+    folder = ROOT / "tests" / "runtime"
+    tests = [str(folder / f"test_malformed_{what}.py") for what in ("arrays", "weights")]
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--capture=sys", *tests]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
