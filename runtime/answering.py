@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ExecutorError
+from .executor import NO_NUMBERS, NONE_LEFT
 from .outputs import Logprob
 from .sampler import log_softmax, top_logprobs
 from .sequence import Sequence
@@ -50,14 +51,16 @@ def take_tokens(
     chunk: Chunk[Sequence], tokens: Listed[int], times: Listed[float], recorder: StatisticsRecorder
 ) -> int:
     """Appends the tokens that an executor's decode chose in each of its steps, as far as the answer goes.
-    Returns how many of the chunk's tokens stay. Raises `ExecutorError` where a row held no numbers."""
+    Returns how many of the chunk's tokens stay. Raises `ExecutorError` where a row left none to choose."""
     sequence, kept = chunk.sequence, 0
     assert sequence.chooser is not None
     for token, time in zip(tokens, times, strict=True):
-        if token < 0:
+        if token == NO_NUMBERS:
             raise ExecutorError(
                 f"the model's highest logit at position {sequence.position} is no number; expected one"
             )
+        if token == NONE_LEFT:
+            raise ExecutorError(f"no token can be chosen at position {sequence.position}: all are banned")
         sequence.chooser.accept(token)
         recorder.token(sequence, time)
         sequence.append(token, None, time)

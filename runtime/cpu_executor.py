@@ -1,7 +1,7 @@
 """`CpuExecutor`: the decoder in C++ kernels, one call a step. A row's logits depend on its sequence's tokens,
 the weights and the KV type, and on nothing else: not the batch, the chunks, the threads or the pages."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any, Self
 
@@ -23,6 +23,7 @@ from .batch import Batch
 from .batch_check import DIMENSIONS, check_group, check_kinds
 from .executor import KvDtype, KvLayout
 from .packed_weights import HALVES, FreshlyPacked, PackedLinear, PackedSource
+from .sampler import Changes, TokenRule
 from .streaming import READ_TIMEOUT, ExpertReads, check_residency, stream_of
 
 PAGE_SIZE = 16
@@ -31,6 +32,7 @@ DECODE_STEPS = 8
 PAGE_FORMAT = "cpu-1"  # kernels/layout.h's KvShape
 KV_TYPES: dict[KvDtype, int] = {"f32": 0, "f16": 1, "int8": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}
+_NO_TOKENS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
 class CpuExecutor:
@@ -206,10 +208,19 @@ class CpuExecutor:
     def decode_steps(self) -> int:
         return DECODE_STEPS
 
-    def decode(self, batch: Batch, steps: int, ends: Collection[int], seconds: float) -> list[list[int]]:
-        """Steps of decodes, as the contract has it. Raises as `step` does, for any of them."""
+    def decode(
+        self,
+        batch: Batch,
+        steps: int,
+        ends: Collection[int],
+        seconds: float,
+        rules: Sequence[TokenRule] = (),
+    ) -> list[list[int]]:
+        """Steps of decodes, as the contract has it. Raises as `step` does, for any of them, and for a rule
+        that breaks it."""
         ends = [token for token in ends if 0 <= token < self._spec.vocab_size]
-        chosen = self._run(self._open().decode, batch, min(steps, DECODE_STEPS), ends, seconds)
+        limits = min(steps, DECODE_STEPS), ends, seconds
+        chosen = self._run(self._open().decode, batch, *limits, [_kernel_rule(rule) for rule in rules])
         return chosen  # type: ignore[no-any-return]
 
     def hurry(self, wanted: bool) -> None:
@@ -336,6 +347,22 @@ def _ends(source: PackedSource, name: str) -> PackedLinear:
     if packed.kind != HALVES or packed.permutation is not None:
         raise UnsupportedModelError(f"tensor {name} is not 8-bit symmetric, as embedding and head are")
     return packed
+
+
+def _kernel_rule(rule: TokenRule) -> Any:
+    from .. import _kernels
+
+    sampling, changes = rule.sampling, rule.changes or Changes()
+    (biased, bias), (counted, times) = changes.bias or _NO_TOKENS, changes.counts or _NO_TOKENS
+    seen = _NO_TOKENS[0] if rule.seen is None else rule.seen
+    try:
+        return _kernels.TokenRule(
+            sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
+            sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty,
+            rule.seed, rule.index, rule.position, biased, bias, seen, counted, times,
+        )  # fmt: skip
+    except (ValueError, TypeError) as error:
+        raise ExecutorError(f"a token rule's {str(error).splitlines()[0]}") from None
 
 
 def _check_ids(name: str, ids: Any) -> None:

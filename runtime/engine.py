@@ -254,7 +254,8 @@ class Engine:
         before = self._clock()
         if (steps := chunks[0].steps) > 1:
             ends = frozenset[int]().union(*(chunk.sequence.stop_ids for chunk in chunks))
-            chosen = self._executor.decode(batch, steps, ends, DECODE_SECONDS)
+            rules = [] if batch.best_only else [chunk.sequence.rule() for chunk in chunks]
+            chosen = self._executor.decode(batch, steps, ends, DECODE_SECONDS, rules)
             if not 1 <= len(chosen) <= steps or any(len(tokens) != len(chunks) for tokens in chosen):
                 shape = f"{[len(tokens) for tokens in chosen]} tokens"
                 raise ExecutorError(
@@ -342,7 +343,7 @@ class Engine:
         return self._speculator.propose(sequences, [max(0, self._room(s) - 1) for s in sequences], room)
 
     def _count_steps(self, sequences: Listed[Sequence]) -> int:
-        if not all(sequence.best_only for sequence in sequences):
+        if not all(sequence.has_rule for sequence in sequences):
             return 1
         steps = min(self._most_steps, min(map(self._room, sequences)))
         if self._speculator is None or self._speculator.failure is not None:

@@ -9,10 +9,13 @@ from numpy.typing import NDArray
 
 from ..models.spec import ModelSpec
 from .batch import Batch
+from .sampler import TokenRule
 
 KvDtype = Literal["f32", "f16", "int8"]
 # Raised whenever the same weights and tokens would give other bits: pages saved before are not used then.
 NUMERICS_VERSION = 1
+# What `Executor.decode` gives in place of a token.
+NO_NUMBERS, NONE_LEFT = -1, -2
 
 
 @dataclass(frozen=True)
@@ -69,16 +72,25 @@ class Executor(Protocol):
         """The most steps that `decode` takes in a call; 0: this executor has none."""
         ...
 
-    def decode(self, batch: Batch, steps: int, ends: Collection[int], seconds: float) -> list[list[int]]:
-        """At least one step and at most `steps`, each with the tokens that had the highest logits in the one
-        before: they have the bits that calls of `step` give. Comes back early after a step that chose one of
-        the tokens `ends`, or that came to its end when so many `seconds` had passed or `hurry` was wanted.
+    def decode(
+        self,
+        batch: Batch,
+        steps: int,
+        ends: Collection[int],
+        seconds: float,
+        rules: Sequence[TokenRule] = (),
+    ) -> list[list[int]]:
+        """At least one step and at most `steps`, each with the tokens chosen from the one before: they have
+        the bits that calls of `step` give. Comes back early after a step that chose one of the tokens `ends`,
+        or that came to its end when so many `seconds` had passed or `hurry` was wanted.
 
-        The batch is the first step's: of each sequence one token, whose row is wanted, the highest alone. The
-        tokens after it have the next slots of the sequence's pages; the block table has those of all `steps`.
-        Returns of each step the tokens chosen, [steps taken][B]: -1 where a row's highest logit is no finite
-        number, after which no step is taken. Raises what `step` raises, for any of its steps; what those
-        before chose is lost then, and the slots of all may hold anything."""
+        The batch is the first step's: of each sequence one token, whose row is wanted. The tokens after it
+        have the next slots of the sequence's pages; the block table has those of all `steps`. `rules` says of
+        each sequence how its tokens are chosen; without any they are where the highest logits are.
+        Returns of each step the tokens chosen, [steps taken][B]: `NO_NUMBERS` where a row's highest logit is
+        no finite number and `NONE_LEFT` where there is none after a rule's changes; no step is taken after
+        those. Raises what `step` raises, for any of its steps; what those before chose is lost then, and the
+        slots of all may hold anything."""
         ...
 
     def hurry(self, wanted: bool) -> None:

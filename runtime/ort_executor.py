@@ -24,6 +24,7 @@ from .batch_check import check_batch, check_group
 from .executor import KvDtype, KvLayout
 from .ort_runs import MAX_RUN_TOKENS, split_step
 from .ort_session import choose_providers, device_of, first_line, make_session, ort
+from .sampler import TokenRule
 
 _KV_TYPES: dict[str, Any] = {
     "f32": (np.float32, ir.DataType.FLOAT),
@@ -237,7 +238,14 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
     def decode_steps(self) -> int:
         return 0
 
-    def decode(self, batch: Batch, steps: int, ends: Collection[int], seconds: float) -> list[list[int]]:
+    def decode(
+        self,
+        batch: Batch,
+        steps: int,
+        ends: Collection[int],
+        seconds: float,
+        rules: Sequence[TokenRule] = (),
+    ) -> list[list[int]]:
         raise ExecutorError("executor 'onnxruntime' takes one step a call")
 
     def hurry(self, wanted: bool) -> None:

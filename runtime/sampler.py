@@ -14,6 +14,7 @@ from ..errors import ExecutorError
 from .sampling_params import ResolvedSampling
 
 Logits = NDArray[np.float32]
+Tokens = NDArray[np.int32]
 _MASK64 = (1 << 64) - 1
 
 
@@ -22,11 +23,23 @@ class Changes:
     """What is done to a row before a token is chosen from it, besides the repetition penalty. A token is in
     `bias` and in `counts` at most once."""
 
-    bias: tuple[NDArray[np.int64], Logits] | None = None  # tokens [n], what is added to each
-    counts: tuple[NDArray[np.int64], Logits] | None = (
-        None  # tokens of the answer [n], how often they are there
-    )
+    bias: tuple[Tokens, Logits] | None = None  # tokens [n], what is added to each
+    counts: tuple[Tokens, Logits] | None = None  # tokens of the answer [n], how often they are there
     allowed: NDArray[np.bool_] | None = None  # [vocab] what the constraint lets follow
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRule:
+    """How an answer's next tokens are chosen, for an executor that does so itself: each as `sample` chooses
+    it from its row, the first one at `position`, the others at those after it. What was chosen joins `seen`
+    and the counts, where the settings have penalties for it; None of these is none so far."""
+
+    sampling: ResolvedSampling
+    seed: int
+    index: int
+    position: int
+    seen: Tokens | None = None
+    changes: Changes | None = None  # without `allowed`
 
 
 # (logits, top, sampling, number) to a token; `drawer` says which.
@@ -40,7 +53,7 @@ def sample(
     seed: int,
     index: int,
     position: int,
-    seen: NDArray[np.int64] | None = None,
+    seen: Tokens | None = None,
     banned: Collection[int] = (),
     changes: Changes | None = None,
     best: int | None = None,
@@ -74,7 +87,7 @@ def sample(
 def _changed(
     logits: Logits,
     sampling: ResolvedSampling,
-    seen: NDArray[np.int64] | None,
+    seen: Tokens | None,
     banned: Collection[int],
     changes: Changes | None,
 ) -> Logits:
@@ -89,7 +102,8 @@ def _changed(
         logits[tokens] += values
     if seen is not None:
         chosen, penalty = logits[seen], np.float32(sampling.repetition_penalty)
-        logits[seen] = np.where(chosen < 0, chosen * penalty, chosen / penalty)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # the caller looks
+            logits[seen] = np.where(chosen < 0, chosen * penalty, chosen / penalty)
     if changes is not None and changes.counts is not None:
         tokens, times = changes.counts
         logits[tokens] -= np.float32(sampling.frequency_penalty) * times

@@ -11,6 +11,7 @@ from ..errors import NybbleError
 from ..kvcache import SequenceBlocks
 from .detokenizer import StopStrings, detokenizer
 from .outputs import CompletionOutput, FinishReason, Logprob, Piece, RequestOutput, Timings
+from .sampler import TokenRule
 from .sampling_params import SamplingParams
 from .sequence_state import SequenceState
 from .token_chooser import TokenChooser
@@ -118,12 +119,22 @@ class Sequence(SequenceState):
         return len(self.request.prompt_ids) + len(self.output_ids)
 
     @property
-    def best_only(self) -> bool:
-        """Whether of the next rows of logits only the highest counts, and where it is."""
+    def has_rule(self) -> bool:
+        """Whether `rule` says all that is done with the next rows of logits."""
         request, params = self.request, self.request.params
-        if self.chooser is None or not self.chooser.best_only or request.score:
+        if self.chooser is None or not self.chooser.has_rule or request.score:
             return False
         return params.logprobs is None and request.samples == params.n
+
+    @property
+    def best_only(self) -> bool:
+        """Whether of the next rows of logits only the highest counts, and where it is."""
+        return self.has_rule and self.chooser is not None and self.chooser.best_only
+
+    def rule(self) -> TokenRule:
+        """How the answer's next tokens are chosen."""
+        assert self.chooser is not None
+        return self.chooser.rule(self.position)
 
     @property
     def first(self) -> "Sequence":

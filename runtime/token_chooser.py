@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..errors import SettingError
 from .constraint import Constraint
-from .sampler import Changes, Logits, sample
+from .sampler import Changes, Logits, TokenRule, Tokens, sample
 from .sampling_params import ResolvedSampling
 
 
@@ -39,7 +39,7 @@ class TokenChooser:
         if logit_bias and max(logit_bias) >= vocab_size:
             raise SettingError(f"logit_bias holds token {max(logit_bias)}; the model has {vocab_size} tokens")
         self.sampling = sampling
-        self._key = {"seed": seed, "index": index}
+        self._seed, self._index = seed, index
         self._stop_ids = [token for token in stop_ids if token < vocab_size]
         self._banned_for = min_tokens if self._stop_ids else 0  # tokens of the answer
         self._accepted = 0
@@ -49,13 +49,23 @@ class TokenChooser:
         self._counts = TokenCounts() if penalized else None
         self._changed = self._bias is not None or penalized
         self._constraint = constraint
-        unchanged = not self._changed and self._seen is None and constraint is None
-        self._plain = unchanged and sampling.temperature == 0.0
+        self._plain = not self._changed and self._seen is None and sampling.temperature == 0.0
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether `rule` says how the next tokens are chosen: no constraint does, and all may be chosen."""
+        return self._constraint is None and self._accepted >= self._banned_for
 
     @property
     def best_only(self) -> bool:
-        """Whether of the next row only the highest logit counts."""
-        return self._plain and self._accepted >= self._banned_for
+        """Whether of the next rows only the highest logit counts."""
+        return self._plain and self.has_rule
+
+    def rule(self, position: int) -> TokenRule:
+        """How `choose` and `accept` make the next tokens, from `position` on. Holds views of what is there
+        now."""
+        seen = None if self._seen is None else self._seen.tokens
+        return TokenRule(self.sampling, self._seed, self._index, position, seen, self._changes())
 
     def choose(self, logits: Logits, position: int, best: int | None = None) -> int:
         """The token at `position` of the sequence, from its row, `logits` [vocab] float32; `best` is where
@@ -107,7 +117,7 @@ class TokenChooser:
     def fork(self, index: int) -> Self:
         """Another answer that goes on from here with random numbers of its own."""
         other = copy(self)
-        other._key = {**self._key, "index": index}
+        other._index = index
         other._seen = None if self._seen is None else self._seen.copy()
         other._counts = None if self._counts is None else self._counts.copy()
         other._constraint = None if self._constraint is None else self._constraint.copy()
@@ -121,20 +131,23 @@ class TokenChooser:
         allowed: NDArray[np.bool_] | None = None,
         best: int | None = None,
     ) -> int:
-        changes = None
-        if self._changed or allowed is not None:
-            counts = None if self._counts is None else (self._counts.tokens, self._counts.times)
-            changes = Changes(self._bias, counts, allowed)
         return sample(
             logits,
             self.sampling,
+            seed=self._seed,
+            index=self._index,
             position=position,
             seen=None if self._seen is None else self._seen.tokens,
             banned=banned,
-            changes=changes,
+            changes=self._changes(allowed),
             best=best,
-            **self._key,
         )
+
+    def _changes(self, allowed: NDArray[np.bool_] | None = None) -> Changes | None:
+        if not self._changed and allowed is None:
+            return None
+        counts = None if self._counts is None else (self._counts.tokens, self._counts.times)
+        return Changes(self._bias, counts, allowed)
 
     def _allowed(self, early: bool) -> NDArray[np.bool_]:
         """What the constraint lets follow, the stop tokens among it: [vocab]."""
@@ -153,13 +166,13 @@ class TokenCounts:
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._place: dict[int, int] = {}
-        self._tokens = np.empty(64, np.int64)
+        self._tokens = np.empty(64, np.int32)
         self._times = np.empty(64, np.float32)
         for token in tokens:
             self.add(token)
 
     @property
-    def tokens(self) -> NDArray[np.int64]:
+    def tokens(self) -> Tokens:
         """Each token once, [n]."""
         return self._tokens[: len(self._place)]
 
@@ -193,5 +206,5 @@ class TokenCounts:
         return other
 
 
-def _bias_arrays(bias: Mapping[int, float]) -> tuple[NDArray[np.int64], Logits]:
-    return np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
+def _bias_arrays(bias: Mapping[int, float]) -> tuple[Tokens, Logits]:
+    return np.array(list(bias), np.int32), np.array(list(bias.values()), np.float32)

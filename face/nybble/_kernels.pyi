@@ -137,9 +137,31 @@ class Decoder:
         """Writes `logits` [R or more, `logit_stride`]; with `best_only` others than a row's highest may be
         -infinity. Releases the GIL. Raises `RuntimeError` where streamed weights could not be read."""
 
+    def decode(
+        self,
+        token_ids: NDArray[np.int32],
+        cu_seqlens: NDArray[np.int32],
+        past_lens: NDArray[np.int32],
+        block_table: NDArray[np.int32],
+        slot_mapping: NDArray[np.int32],
+        logit_rows: NDArray[np.int32],
+        logits: NDArray[np.float32],
+        steps: int,
+        ends: list[int],
+        seconds: float,
+        rules: list["TokenRule"],
+    ) -> list[list[int]]:
+        """`Executor.decode`; `logits` are overwritten. Without rules the highest logit's token is chosen.
+        Releases the GIL. Raises as `step` does."""
+
+    def hurry(self, wanted: bool) -> None: ...
     def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32], group: int) -> None: ...
     def read_blocks(self, ids: NDArray[np.int32], group: int) -> bytes: ...
     def write_blocks(self, ids: NDArray[np.int32], data: bytes, group: int) -> None: ...
+    @property
+    def best_tokens(self) -> list[int]:
+        """Where each row of the last step's logits has its highest."""
+
     @property
     def logit_stride(self) -> int: ...
     @property
@@ -152,7 +174,7 @@ class Decoder:
     def threads(self) -> int: ...
     @property
     def skipped_bytes(self) -> int:
-        """Bytes of the head that the last step did without."""
+        """Bytes of the head that the last call did without."""
 
     @property
     def step_bytes(self) -> int:
@@ -162,6 +184,29 @@ class Decoder:
     def expert_counts(self) -> list[int]:
         """Of experts that are read when they are chosen, since the start: how many layers of steps needed,
         how many of them were read, and their bytes."""
+
+class TokenRule:
+    """How `Decoder.decode` chooses the tokens of a sequence, as `runtime/sampler.py` does it."""
+
+    def __init__(
+        self,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        repetition_penalty: float,
+        frequency_penalty: float,
+        presence_penalty: float,
+        seed: int,
+        index: int,
+        position: int,
+        biased: NDArray[np.int32],
+        bias: NDArray[np.float32],
+        seen: NDArray[np.int32],
+        counted: NDArray[np.int32],
+        times: NDArray[np.float32],
+    ) -> None:
+        """`biased`, `seen` and `counted` hold tokens, each once. Raises `ValueError` naming the argument."""
 
 class TokenSampler:
     """Chooses a token from a row of logits as `runtime/sampler.py` does in numpy, in float32."""

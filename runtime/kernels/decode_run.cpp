@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <utility>
 
 namespace nybble {
 
-void DecodeRun::begin(const StepInput& first, int steps) {
+void DecodeRun::begin(const StepInput& first, int steps, std::vector<TokenRule> rules) {
+    rules_ = std::move(rules);
+    for (TokenRule& rule : rules_) rule.reserve(steps);
     const int groups = decoder_.config().num_groups, sequences = first.sequences;
     input_ = first;
     width_ = static_cast<size_t>(groups) * sequences;
@@ -48,13 +51,18 @@ int DecodeRun::run(const Limits& limits, float* logits, int32_t* tokens) {
 }
 
 // Whether the run ends with these tokens.
-bool DecodeRun::choose(const float* logits, const Limits& limits, int32_t* tokens) {
+bool DecodeRun::choose(float* logits, const Limits& limits, int32_t* tokens) {
+    const int vocab_size = decoder_.config().vocab_size;
     bool ended = false;
     for (int s = 0; s < input_.sequences; ++s, logits += decoder_.logit_stride()) {
         const int32_t best = decoder_.best_tokens()[s];
-        tokens[s] = std::isfinite(logits[best]) ? best : -1;
+        if (!rules_.empty()) {
+            tokens[s] = chooser_.choose(rules_[s], logits, vocab_size, best);
+        } else {
+            tokens[s] = std::isfinite(logits[best]) ? best : RuleChooser::kNoNumbers;
+        }
         ended = ended || tokens[s] < 0 ||
-                std::find(limits.ends.begin(), limits.ends.end(), best) != limits.ends.end();
+                std::find(limits.ends.begin(), limits.ends.end(), tokens[s]) != limits.ends.end();
     }
     return ended;
 }

@@ -1,5 +1,5 @@
-// Decodes that follow one another without a return to the caller: each sequence's token is where the step
-// before had its highest logit. Every step is one of `Decoder::step`.
+// Decodes that follow one another without a return to the caller: each sequence's token is what was chosen
+// from the logits of the step before. Every step is one of `Decoder::step`.
 #pragma once
 
 #include <atomic>
@@ -9,6 +9,7 @@
 
 #include "decoder.h"
 #include "step_input.h"
+#include "token_rule.h"
 
 namespace nybble {
 
@@ -21,18 +22,21 @@ class DecodeRun {
         double seconds;             // nor begins a step after so long
     };
 
-    explicit DecodeRun(Decoder& decoder) : decoder_(decoder) {}
+    explicit DecodeRun(Decoder& decoder) : decoder_(decoder), chooser_(decoder.kernels()) {}
 
-    // Takes the place of earlier input: `first` has one token and one row a sequence and asks for the best
-    // only. Slots of the tokens after the first are those that its block table has, which holds all `steps`.
-    void begin(const StepInput& first, int steps);
+    // Takes the place of earlier input: `first` has one token and one row a sequence. Slots of the tokens
+    // after the first are those that its block table has, which holds all `steps`. `rules` says how each
+    // sequence's tokens are chosen; without any they are where the highest logits are, and `first` may ask
+    // for these only.
+    void begin(const StepInput& first, int steps, std::vector<TokenRule> rules = {});
     // The slots that step `i` of the run, and those after it, write: [steps][groups][sequences].
     const int32_t* slots(int i) const { return slots_.data() + width_ * i; }
 
-    // Takes at least one step, and writes what each chose to `tokens`, [steps][sequences]: -1 where a
-    // sequence's row holds no numbers, after which the run goes no further. Returns how many steps there
-    // were. Throws what a step throws; the slots of all then hold anything. Allocates nothing where `begin`
-    // had as many steps and sequences before.
+    // Takes at least one step, and writes what each chose to `tokens`, [steps][sequences]: less than 0, as
+    // `RuleChooser` has it, where a row leaves no token to choose, after which the run goes no further.
+    // Returns how many steps there were. Throws what a step throws; the slots of all then hold anything.
+    // Overwrites `logits`. Allocates nothing but what the first token that is drawn takes, of each
+    // vocabulary.
     int run(const Limits& limits, float* logits, int32_t* tokens);
 
     // Whether a run comes back after the step it is in. Of any thread.
@@ -41,9 +45,11 @@ class DecodeRun {
     size_t skipped_bytes() const { return skipped_bytes_; }
 
   private:
-    bool choose(const float* logits, const Limits& limits, int32_t* tokens);
+    bool choose(float* logits, const Limits& limits, int32_t* tokens);
 
     Decoder& decoder_;
+    RuleChooser chooser_;
+    std::vector<TokenRule> rules_;
     StepInput input_{};
     size_t width_ = 0;  // groups times sequences
     std::vector<int32_t> past_lens_, slots_;

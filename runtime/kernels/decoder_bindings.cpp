@@ -11,6 +11,8 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <utility>
+#include <vector>
 
 #include "arguments.h"
 #include "decode_run.h"
@@ -93,16 +95,17 @@ class PyDecoder {
         skipped_bytes_ = decoder_->skipped_bytes();
     }
 
-    // Steps of one token a sequence, fed with what the step before chose: what each of them chose.
+    // Steps of one token a sequence, fed with what was chosen from the step before: what each of them chose.
+    // Of each sequence by its rule; without rules the highest.
     std::vector<std::vector<int32_t>> decode(const Ints1& token_ids, const Ints1& cu_seqlens,
                                              const Ints1& past_lens, const Ints3& block_table,
                                              const Ints2& slot_mapping, const Ints1& logit_rows,
                                              const FloatsOut& logits, int steps, std::vector<int32_t> ends,
-                                             double seconds) {
+                                             double seconds, std::vector<TokenRule> rules) {
         check_range("steps", &steps, 1, 1, decoder_->config().max_position + 1);
         StepInput in =
             checked_input(token_ids, cu_seqlens, past_lens, block_table, slot_mapping, logit_rows, steps - 1);
-        in.best_only = true;
+        in.best_only = rules.empty();
         if (in.tokens < 1) fail("token_ids", "has no tokens");
         check_size("token_ids", token_ids.size(), past_lens.size());
         check_size("logit_rows", logit_rows.size(), past_lens.size());
@@ -111,7 +114,8 @@ class PyDecoder {
             if (in.logit_rows[s] != s) fail("logit_rows", "does not ask for each sequence's row");
         }
         check_logits(logits, in);
-        run_->begin(in, steps);
+        check_rules(rules, in);
+        run_->begin(in, steps, std::move(rules));
         check_slots(in, run_->slots(0), steps);
         const DecodeRun::Limits limits{steps, std::move(ends), seconds};
         std::vector<int32_t> tokens(static_cast<size_t>(steps) * in.sequences);
@@ -240,6 +244,16 @@ class PyDecoder {
         if (logits.shape(0) < static_cast<size_t>(in.rows) ||
             logits.shape(1) != static_cast<size_t>(decoder_->logit_stride())) {
             fail("logits", "has the wrong shape");
+        }
+    }
+
+    void check_rules(const std::vector<TokenRule>& rules, const StepInput& in) const {
+        if (rules.empty()) return;
+        check_size("rules", rules.size(), in.sequences);
+        for (const TokenRule& rule : rules) {
+            for (const std::vector<int32_t>* tokens : {&rule.biased, &rule.seen, &rule.counted}) {
+                check_range("rules", tokens->data(), tokens->size(), 0, decoder_->config().vocab_size);
+            }
         }
     }
 
@@ -372,7 +386,7 @@ void bind_decoder(nb::module_& m) {
              "logit_rows"_a.noconvert(), "logits"_a.noconvert(), "best_only"_a = false)
         .def("decode", &PyDecoder::decode, "token_ids"_a.noconvert(), "cu_seqlens"_a.noconvert(),
              "past_lens"_a.noconvert(), "block_table"_a.noconvert(), "slot_mapping"_a.noconvert(),
-             "logit_rows"_a.noconvert(), "logits"_a.noconvert(), "steps"_a, "ends"_a, "seconds"_a)
+             "logit_rows"_a.noconvert(), "logits"_a.noconvert(), "steps"_a, "ends"_a, "seconds"_a, "rules"_a)
         .def("hurry", &PyDecoder::hurry, "wanted"_a)
         .def("copy_blocks", &PyDecoder::copy_blocks, "src"_a.noconvert(), "dst"_a.noconvert(),
              "group"_a.noconvert())

@@ -28,6 +28,7 @@ float largest_with(uint32_t step, const Enough& enough) {
 }
 
 constexpr uint32_t kPowersOfTwo = 1u << 23, kEveryFloat = 1;
+constexpr float kMostlyEnough = 0x1p-12f;  // of the top's weight: some hundreds of tokens weigh more
 
 }  // namespace
 
@@ -49,16 +50,18 @@ int TokenSampler::draw(const float* logits, int n, float top, double temperature
     const bool counted = filters.top_k > 0 && filters.top_k < n;
     if (!counted && filters.top_p >= 1 && filters.min_p <= 0) return draw_from_all(n, number);
 
-    // First a few more tokens than are left, by looking at all of them seven times.
+    // First a few more tokens than are left: those of a weight that is mostly small enough, or by looking at
+    // all of them seven times.
     double total = 0;
     for (int block = 0; block * kSumBlock < n; ++block) total += sums_[block];
     float least = static_cast<float>(filters.min_p);
     if (counted || filters.top_p < 1) {
         const double enough = 0.5 * (1 + filters.top_p) * total;
-        least = largest_with(kPowersOfTwo, [&](float w) {
+        const auto holds = [&](float w) {
             const WeightTotal from = kernels_.weights_from(weights_.data(), n, w);
             return counted ? from.count >= filters.top_k : from.sum >= enough;
-        });
+        };
+        least = holds(kMostlyEnough) ? kMostlyEnough : largest_with(kPowersOfTwo, holds);
     }
     constexpr float kMargin = 0.999f;  // the order of weights is not exactly that of logits
     count_ = kernels_.collect_from(weights_.data(), n, std::max(kSmallest, kMargin * least), left_.data());

@@ -127,12 +127,26 @@ void check_allocations(Session& session) {
     check(allocations.count() > 0, "a step over what was reserved allocates, and that is counted");
 }
 
+// Of every kind: the highest, drawn, and both after changes that depend on the tokens before.
+std::vector<TokenRule> make_rules() {
+    const TokenRule plain{0, {0, 1, 0}, 7, 0, 3, 1, 0, 0, {}, {}, {}, {}, {}};
+    std::vector<TokenRule> rules(kSequences, plain);
+    for (int s = 1; s < kSequences; ++s) rules[s].temperature = s;
+    rules[2].filters = {9, 0.8, 0.01};
+    rules[0].repetition_penalty = rules[2].repetition_penalty = 1.3f;
+    rules[2].seen = {1, 5};
+    rules[3].frequency_penalty = 0.5f;
+    rules[3].biased = {4};
+    rules[3].bias = {2.0f};
+    return rules;
+}
+
 // Decodes that follow one another in a call choose what as many calls do, and allocate nothing.
-void check_run(Session& session) {
+void check_run(Session& session, const std::vector<TokenRule>& rules) {
     constexpr int kSteps = 5;
     std::vector<Chunk> chunks = {{0, 0, 13}, {1, 0, 30}, {2, 0, 9}, {3, 0, 47}};
     session.run(chunks);
-    session.ask_for_best(true);
+    session.ask_for_best(rules.empty());
     const auto prepare = [&] {
         for (Chunk& chunk : chunks) chunk = {chunk.sequence, chunk.begin + chunk.count, 1};
         session.prepare(chunks);
@@ -142,13 +156,16 @@ void check_run(Session& session) {
     DecodeRun run(decoder);
     const DecodeRun::Limits limits{kSteps, {}, HUGE_VAL};
     std::vector<int32_t> tokens(kSteps * kSequences);
-    run.begin(session.input(), kSteps);
+    run.begin(session.input(), 1, rules);
+    run.run({1, {}, HUGE_VAL}, session.logits(), tokens.data());  // the first draw allocates
+    run.begin(session.input(), kSteps, rules);
     {
         const AllocationCount allocations;
-        run.begin(session.input(), kSteps);
         check(run.run(limits, session.logits(), tokens.data()) == kSteps, "as many steps as were asked for");
         check(allocations.count() == 0, "a run of decodes allocates nothing");
     }
+    RuleChooser chooser(decoder.kernels());
+    std::vector<TokenRule> moving = rules;
     const int32_t* chosen = tokens.data();
     for (int i = 0; i < kSteps; ++i, chosen += kSequences) {
         if (i > 0) prepare();
@@ -157,8 +174,13 @@ void check_run(Session& session) {
         check(std::equal(input.slot_mapping, input.slot_mapping + kGroups * kSequences, run.slots(i)),
               "a run writes the slots that its pages have");
         decoder.step(input, session.logits());
-        check(std::equal(chosen, chosen + kSequences, decoder.best_tokens().data()),
-              "a run chooses what calls of a step choose");
+        for (int s = 0; s < kSequences; ++s) {
+            const int32_t best = decoder.best_tokens()[s];
+            float* logits = session.logits() + s * session.stride();
+            const int32_t token =
+                rules.empty() ? best : chooser.choose(moving[s], logits, decoder.config().vocab_size, best);
+            check(chosen[s] == token, "a run chooses what calls of a step choose");
+        }
     }
     session.ask_for_best(false);
 }
@@ -204,7 +226,8 @@ void test_decoder(const Kernels& kernels, Results& results) {
             Session session(model, kernels, threads, KvType::kF16, 1);
             check_allocations(session);
             Session runs(model, kernels, threads, KvType::kInt8, 2);
-            check_run(runs);
+            check_run(runs, {});
+            check_run(runs, make_rules());
         }
     }
 }

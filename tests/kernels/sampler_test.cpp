@@ -3,6 +3,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "../../runtime/kernels/token_rule.h"
 #include "../../runtime/kernels/token_sampler.h"
 #include "check.h"
 
@@ -76,11 +77,20 @@ void check_best(const Kernels& kernels, Random& random) {
     }
 }
 
+void check_uniform() {
+    constexpr uint64_t kMost = ~uint64_t{0};
+    check(uniform(1, 0, 0) == 0x1.36da89edd58a0p-2, "as numpy.random.Philox has it");
+    check(uniform(kMost, 3, 4096) == 0x1.a6d71ea950ce2p-1, "as numpy.random.Philox has it");
+    check(uniform(0x0123456789abcdef, kMost, uint64_t{1} << 40) == 0x1.63cc39bfb1d48p-3,
+          "as numpy.random.Philox has it");
+}
+
 }  // namespace
 
 void test_sampler(const Kernels& kernels, Results& results) {
     Random random(6);
     check_best(kernels, random);
+    check_uniform();
     TokenSampler sampler(kernels);
     constexpr Filters kFilters[] = {{0, 1, 0},   {1, 1, 0},    {7, 1, 0},    {5000, 1, 0},    {0, 0.9, 0},
                                     {0, 0.3, 0}, {0, 0.99, 0}, {0, 1, 0.05}, {40, 0.95, 0.1}, {40, 0.5, 0}};
@@ -95,6 +105,10 @@ void test_sampler(const Kernels& kernels, Results& results) {
                 for (float& x : logits) {
                     if (random.below(3) == 0) x = std::round(x);
                     if (random.below(20) == 0) x = -HUGE_VALF;
+                }
+                // At times one token weighs much and all others little.
+                if (random.below(3) == 0) {
+                    for (float& x : logits) x = 8.5f - static_cast<float>(temperature) * (9 - x / 16);
                 }
                 logits[random.below(n)] = 8.5f;
                 double gap;

@@ -1,7 +1,7 @@
 """Tokenizers of the kinds that models have, and a decoder in numpy to drive the engine with."""
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pydoc_data.topics import topics
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from token_rules import RuleInPython
 from tokenizers import (
     AddedToken,
     decoders,
@@ -24,7 +25,8 @@ from tokenizers import Tokenizer as Backend
 from nybble.models.spec import ModelSpec, RopeSpec
 from nybble.runtime.batch import Batch
 from nybble.runtime.engine import Engine
-from nybble.runtime.executor import KvLayout
+from nybble.runtime.executor import NO_NUMBERS, KvLayout
+from nybble.runtime.sampler import TokenRule
 from nybble.runtime.tokenizer import Tokenizer
 
 SPECIAL = [
@@ -178,21 +180,33 @@ class NumpyExecutor:
             logits[logits < logits.max(axis=1, keepdims=True)] = -np.inf
         return logits
 
-    def decode(self, batch: Batch, steps: int, ends: Collection[int], seconds: float) -> list[list[int]]:
+    def decode(
+        self,
+        batch: Batch,
+        steps: int,
+        ends: Collection[int],
+        seconds: float,
+        rules: Sequence[TokenRule] = (),
+    ) -> list[list[int]]:
         """Steps as the contract has them, each a `step` of its own."""
-        assert batch.best_only
+        assert batch.best_only == (not rules)
         assert 1 < steps <= self.decode_steps
         assert seconds > 0
         assert (batch.logit_rows == np.arange(len(batch.past_lens))).all()
         size = self.kv_layout.page_size
         tokens: list[list[int]] = []
+        choices = [RuleInPython(rule) for rule in rules]
         self.runs.append(0)
         while True:
             logits = self.step(batch)
             self.runs[-1] += 1
             finite = np.isfinite(logits.max(axis=1))
-            tokens.append(np.where(finite, logits.argmax(axis=1), -1).tolist())
-            ended = not finite.all() or not set(ends).isdisjoint(tokens[-1])
+            best = np.where(finite, logits.argmax(axis=1), NO_NUMBERS).tolist()
+            for i, choice in enumerate(choices):
+                if finite[i]:
+                    best[i] = choice.next(logits[i])
+            tokens.append(best)
+            ended = min(best) < 0 or not set(ends).isdisjoint(best)
             if ended or self.hurries or len(tokens) == steps:
                 return tokens
             past = batch.past_lens + 1

@@ -1,6 +1,7 @@
 """Several steps of decodes in one call of the executor: the tokens, pages and ends of a call a step."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from decoders import MIXED, Pages, Weights, load, quantized, some_ids
 from engines import PROMPT, answer, reference_without_end, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from token_rules import RuleInPython
 
 from nybble._kernels import supported_kernels
 from nybble.errors import DeadlineExceeded, ExecutorError
@@ -17,7 +19,8 @@ from nybble.runtime.batch import Batch
 from nybble.runtime.cpu_executor import DECODE_STEPS, CpuExecutor
 from nybble.runtime.engine import DECODE_SECONDS
 from nybble.runtime.engine_loop import EngineLoop
-from nybble.runtime.sampling_params import SamplingParams
+from nybble.runtime.sampler import Changes, TokenRule
+from nybble.runtime.sampling_params import MAX_SEED, ResolvedSampling, SamplingParams
 from nybble.runtime.sequence import Request
 from nybble.runtime.sinks import Ended, ThreadSink
 from nybble.runtime.speculation import NgramProposer, Speculator
@@ -58,9 +61,6 @@ class TestEngine:
     @pytest.mark.parametrize(
         "params",
         [
-            {"temperature": 0.7},
-            {"repetition_penalty": 1.2},
-            {"logit_bias": {3: 1.0}},
             {"logprobs": 0},
             {"best_of": 2},
             {"regex": "[a-z]+"},
@@ -72,6 +72,49 @@ class TestEngine:
         executor = make_executor()
         answer(make_engine(executor), PROMPT, **{"temperature": 0.0, "max_tokens": 9, **params})
         assert not executor.runs
+
+    @pytest.mark.parametrize(
+        "params",
+        [
+            {"temperature": 0.7},
+            {"temperature": 3.0, "n": 3},
+            {"temperature": 1.5, "top_k": 7, "top_p": 0.9, "min_p": 0.01, "min_tokens": 5},
+            {"repetition_penalty": 1.2},
+            {"temperature": 0.5, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+            {"logit_bias": {3: 1.0, 8: -100.0}},
+        ],
+    )
+    def test_an_executor_chooses_by_rule_what_the_engine_would(
+        self, make_engine: Make, make_executor: Make, params: dict[str, Any]
+    ) -> None:
+        found = []
+        for steps in (0, 8):
+            executor = make_executor()
+            executor.decode_steps = steps
+            engine = make_engine(executor)
+            given = SamplingParams(**{"temperature": 0.0, "max_tokens": 30, "seed": 5, **params})
+            sequence = engine.add(Request("a", tuple(PROMPT), given))
+            other = engine.add(Request("b", tuple(PROMPT[3:]), greedy(25)))
+            run(engine)
+            found.append([sample.output_ids for sample in (*sequence.samples, other)])
+            assert bool(executor.runs) == bool(steps)
+            assert engine.pages_free == 64
+        assert found[0] == found[1]
+        assert len(set(map(tuple, found[0]))) == len(found[0])
+
+    def test_a_rule_that_leaves_no_token_fails_its_request_alone(
+        self, make_engine: Make, make_executor: Make
+    ) -> None:
+        executor = make_executor()
+        # Every logit that is changed becomes infinite, the first time that one is over zero.
+        engine = make_engine(executor, eos_token_ids=[])
+        params = greedy(30, repetition_penalty=1e-45)
+        a = engine.add(Request("a", tuple(PROMPT), params))
+        b = engine.add(Request("b", tuple(PROMPT), greedy(9)))
+        run(engine)
+        assert "no token can be chosen at position" in str(a.error)
+        assert b.output_ids == reference_without_end(executor, PROMPT, 9)
+        assert engine.pages_free == 64
 
     def test_answers_side_by_side(self, make_engine: Make, make_executor: Make) -> None:
         executor = make_executor()
@@ -310,7 +353,70 @@ def first_batch(pages: Pages, sequences: list[int], tokens: list[int], past: lis
     )  # fmt: skip
 
 
+VOCAB = 512  # of the tiny models
+
+
+@st.composite
+def token_rules(draw: st.DrawFn) -> TokenRule:
+    def tokens() -> Any:
+        found = draw(st.lists(st.integers(0, VOCAB - 1), max_size=40, unique=True))
+        return np.array(found, np.int32)
+
+    sampling = ResolvedSampling(
+        temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 1e3])),
+        top_k=draw(st.sampled_from([0, 1, 20, 1000])),
+        top_p=draw(st.sampled_from([1.0, 0.9, 0.3])),
+        min_p=draw(st.sampled_from([0.0, 0.2])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.1, 0.7])),
+        presence_penalty=draw(st.sampled_from([0.0, 1.5])),
+        frequency_penalty=draw(st.sampled_from([0.0, -0.7])),
+    )
+    counted, biased = tokens(), tokens()
+    times = draw(st.lists(st.integers(1, 9), min_size=len(counted), max_size=len(counted)))
+    values = draw(st.lists(st.floats(-100, 100, width=32), min_size=len(biased), max_size=len(biased)))
+    return TokenRule(
+        sampling,
+        seed=draw(st.integers(0, MAX_SEED)),
+        index=draw(st.integers(0, 5)),
+        position=draw(st.integers(0, 1 << 20)),
+        seen=draw(st.sampled_from([None, tokens()])),
+        changes=draw(
+            st.sampled_from(
+                [
+                    None,
+                    Changes((biased, np.array(values, np.float32))),
+                    Changes(None, (counted, np.array(times, np.float32))),
+                    Changes((biased, np.array(values, np.float32)), (counted, np.array(times, np.float32))),
+                ]
+            )
+        ),
+    )
+
+
 class TestCpuExecutor:
+    @given(
+        rules=st.lists(token_rules(), min_size=1, max_size=len(LENGTHS)),
+        steps=st.integers(1, DECODE_STEPS),
+        token=st.integers(0, 90),
+    )
+    @settings(max_examples=150, deadline=None)
+    def test_rules_choose_what_the_sampler_chooses_from_each_row(
+        self, executor: CpuExecutor, pages: Pages, rules: list[TokenRule], steps: int, token: int
+    ) -> None:
+        sequences = list(range(len(rules)))
+        first, past = [token + s for s in sequences], LENGTHS[: len(rules)]
+        choices = [RuleInPython(rule) for rule in rules]
+        expected: list[list[int]] = []
+        for i in range(steps):
+            batch = first_batch(pages, sequences, expected[-1] if i else first, [p + i for p in past])
+            rows = executor.step(replace(batch, best_only=False))
+            expected.append([choice.next(row) for choice, row in zip(choices, rows, strict=True)])
+        batch = replace(first_batch(pages, sequences, first, past), best_only=False)
+        assert executor.decode(batch, steps, [], 60.0, rules) == expected
+        end = expected[steps // 2][0]
+        until = next(i for i, row in enumerate(expected) if end in row) + 1
+        assert executor.decode(batch, steps, [end], 60.0, rules) == expected[:until]
+
     @given(
         sequences=st.permutations(range(len(LENGTHS))).flatmap(
             lambda order: st.integers(1, len(LENGTHS)).map(lambda n: list(order[:n]))
@@ -364,7 +470,10 @@ class TestCpuExecutor:
         pages = Pages(weights.spec, 2, 40)
         broken.allocate_kv(pages.num_blocks, pages.page_size, "f16")
         assert broken.decode(first_batch(pages, [0, 1], [3, 4], [0, 0]), 8, [], 60.0) == [[-1, -1]]
-        assert broken.decode(first_batch(pages, [0], [3], [0]), 8, [], 60.0) == [[-1]]
+        one = first_batch(pages, [0], [3], [0])
+        assert broken.decode(one, 8, [], 60.0) == [[-1]]
+        rule = TokenRule(ResolvedSampling(1.0), 1, 0, 1)
+        assert broken.decode(replace(one, best_only=False), 8, [], 60.0, [rule]) == [[-1]]
         broken.close()
 
     def test_what_it_did_without_is_that_of_all_steps(self, weights: Weights) -> None:

@@ -75,6 +75,7 @@ class TestSeveralAnswers:
         self, make_engine: Make, make_executor: Make
     ) -> None:
         executor = make_executor()
+        executor.decode_steps = 0  # each step is looked at
         engine = make_engine(executor, max_batch_tokens=100, eos_token_ids=[])
         sequence = engine.add(Request("a", tuple(PROMPT), SamplingParams(n=5, temperature=1.0, max_tokens=4)))
         assert engine.step() == [sequence]

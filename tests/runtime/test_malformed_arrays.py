@@ -14,11 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from nybble._kernels import TokenRule
 from nybble.errors import ExecutorError
 from nybble.quant.packing import quantize_head
+from nybble.runtime import sampler
 from nybble.runtime.batch import Batch
 from nybble.runtime.batch_check import DIMENSIONS
 from nybble.runtime.cpu_executor import PAGE_SIZE, CpuExecutor
+from nybble.runtime.sampling_params import ResolvedSampling
 
 SPEC = replace(UNUSUAL, num_layers=2, sliding_windows=(9, None), qkv_bias=True, qk_norm=True)
 CHUNKS = [(0, 0, list(range(20))), (1, 5, [3]), (2, 18, list(range(9)))]  # sequence, tokens before, new ones
@@ -195,7 +198,63 @@ def test_a_run_of_decodes_has_steps(executor: CpuExecutor, decodes: Batch, steps
     logits = np.empty((len(PAST), executor._open().logit_stride), np.float32)
     arrays = [getattr(decodes, name) for name in DIMENSIONS]
     with pytest.raises(ValueError, match=f"^steps holds {steps}"):
-        executor._open().decode(*arrays, logits, steps, [], 60.0)
+        executor._open().decode(*arrays, logits, steps, [], 60.0, [])
+
+
+# Arguments of `_kernels.TokenRule`, which the kernels take as they are.
+RULE: dict[str, Any] = {
+    "temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1,
+    "frequency_penalty": 0.5, "presence_penalty": 0.5, "seed": 3, "index": 0, "position": 21,
+    "biased": np.array([1, 2], np.int32), "bias": np.ones(2, np.float32),
+    "seen": np.array([4], np.int32),
+    "counted": np.array([0, 9], np.int32), "times": np.ones(2, np.float32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", np.nan),
+        ("top_p", 0.0),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("biased", np.array([1, -2], np.int32)),
+        ("seen", np.array([-4], np.int32)),
+        ("counted", np.array([0, -1], np.int32)),
+        ("bias", np.ones(3, np.float32)),
+        ("times", np.ones(1, np.float32)),
+    ],
+)
+def test_a_token_rule_names_its_argument(name: str, value: Any) -> None:
+    TokenRule(**RULE)
+    with pytest.raises(ValueError, match=name):
+        TokenRule(**{**RULE, name: value})
+
+
+@pytest.mark.parametrize("name", ["seed", "index", "position", "top_k", "biased", "seen", "counted", "times"])
+@pytest.mark.parametrize("value", [-(1 << 70), None, "1", np.ones((2, 2), np.int32), np.ones(2, np.int64)])
+def test_a_token_rule_takes_no_other_types(name: str, value: Any) -> None:
+    with pytest.raises(TypeError):
+        TokenRule(**{**RULE, name: value})
+
+
+@pytest.mark.parametrize("name", ["biased", "seen", "counted"])
+def test_a_token_rule_has_tokens_of_the_vocabulary(executor: CpuExecutor, decodes: Batch, name: str) -> None:
+    logits = np.empty((len(PAST), executor._open().logit_stride), np.float32)
+    arrays = [getattr(decodes, name) for name in DIMENSIONS]
+    rules = [TokenRule(**RULE)] * len(PAST)
+    assert len(executor._open().decode(*arrays, logits, 2, [], 60.0, rules)) == 2
+    tokens = RULE[name].copy()
+    tokens[-1] = SPEC.vocab_size
+    damaged = [*rules[1:], TokenRule(**{**RULE, name: tokens})]
+    with pytest.raises(ValueError, match=f"^rules holds {SPEC.vocab_size}"):
+        executor._open().decode(*arrays, logits, 2, [], 60.0, damaged)
+    for few in (rules[1:], [*rules, rules[0]]):
+        with pytest.raises(ValueError, match=rf"^rules has {len(few)} entries; expected {len(PAST)}"):
+            executor._open().decode(*arrays, logits, 2, [], 60.0, few)
+    with pytest.raises(ExecutorError, match=r"^a token rule's temperature is not 0 or more"):
+        executor.decode(decodes, 2, [], 60.0, [sampler.TokenRule(ResolvedSampling(-1.0), 0, 0, 0)])
 
 
 @pytest.mark.parametrize("damage", ["dtype", "type", "dimensions", "stride", "rows", "columns", "read-only"])

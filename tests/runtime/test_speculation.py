@@ -173,7 +173,7 @@ def test_a_draft_that_knows_nothing_is_switched_off(make_executor: Make, byte_to
     engine = engine_of(target, byte_tokenizer, speculator, max_model_len=400)
     params = SamplingParams(temperature=1.5, seed=3, max_tokens=300, ignore_eos=True)
     outputs(engine, [([5, 9, 33], params)])
-    assert counting.accepted < 0.3 * counting.proposed
+    assert counting.proposed < 40  # of 300 tokens; by luck some are right
     first = counting.proposed
     # The next one begins with what was learned.
     outputs(engine, [([5, 9, 12], params)])
