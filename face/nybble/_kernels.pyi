@@ -149,7 +149,7 @@ class Decoder:
         steps: int,
         ends: list[int],
         seconds: float,
-        rules: list["TokenRule"],
+        rules: list[TokenRule],
     ) -> list[list[int]]:
         """`Executor.decode`; `logits` are overwritten. Without rules the highest logit's token is chosen.
         Releases the GIL. Raises as `step` does."""
