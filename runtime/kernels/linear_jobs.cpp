@@ -22,9 +22,8 @@ struct Range {
     }
 };
 
-// Four tiles, one behind the other in memory.
-void run_of_tiles(const Kernels& kernels, const LinearJob* jobs, int count, int run) {
-    int begin = run * kRunTiles, end = begin + kRunTiles;
+// Tiles [begin, end) of all jobs', one behind the other in memory.
+void run_of_tiles(const Kernels& kernels, const LinearJob* jobs, int count, int begin, int end) {
     for (int i = 0; i < count && begin < end; ++i) {
         const LinearJob& job = jobs[i];
         const int tiles = job.linear->tile_count();
@@ -54,7 +53,8 @@ void run_panel(const Kernels& kernels, const LinearJob* jobs, int count, int pan
 void run_tiles(const Kernels& kernels, const LinearJob* jobs, int count, int thread, SharedWork& work) {
     int total = 0;
     for (int i = 0; i < count; ++i) total += jobs[i].linear->tile_count();
-    work.run(thread, runs_of(total), [&](int run) { run_of_tiles(kernels, jobs, count, run); });
+    work.run(thread, total, kRunTiles,
+             [&](int begin, int end) { run_of_tiles(kernels, jobs, count, begin, end); });
 }
 
 // Panels of 4 tiles by ranges of blocks of tokens.
@@ -97,7 +97,9 @@ int linear_pieces(const Kernels& kernels, int count, int tiles, int tokens) {
 }
 
 void run_linear_piece(const Kernels& kernels, const LinearJob* jobs, int count, int piece, uint8_t* scratch) {
-    if (jobs[0].input.tokens <= kernels.row_tokens) return run_of_tiles(kernels, jobs, count, piece);
+    if (jobs[0].input.tokens <= kernels.row_tokens) {
+        return run_of_tiles(kernels, jobs, count, piece * kRunTiles, (piece + 1) * kRunTiles);
+    }
     const Range all{0, jobs[0].input.blocks()};
     const int ranges = ranges_of(all.end);
     run_panel(kernels, jobs, count, piece / ranges, all.part(piece % ranges, ranges), scratch);

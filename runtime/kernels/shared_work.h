@@ -2,6 +2,7 @@
 // in order, and then takes what the others have left.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <vector>
@@ -22,17 +23,25 @@ class SharedWork {
     // Called by every thread, calls function(item) once for each of `items`.
     template <typename Function>
     void run(int thread, int items, Function function) {
+        run(thread, items, 1, [&](int item, int) { function(item); });
+    }
+
+    // Calls function(begin, end) for up to `grain` items at a time, which are of one share.
+    template <typename Function>
+    void run(int thread, int items, int grain, Function function) {
         for (int i = 0; i < threads(); ++i) {
-            const int share = (thread + i) % threads(), begin = share_begin(items, share);
-            const int size = share_begin(items, share + 1) - begin;
-            for (int item; (item = take(share)) < size;) function(begin + item);
+            const int share = (thread + i) % threads(), first = share_begin(items, share);
+            const int size = share_begin(items, share + 1) - first;
+            for (int item; (item = take(share, grain)) < size;) {
+                function(first + item, first + std::min(item + grain, size));
+            }
         }
     }
 
     // The same where items begin in ascending order, the largest first.
     template <typename Function>
     void run_in_order(int items, Function function) {
-        for (int item; (item = take(0)) < items;) function(item);
+        for (int item; (item = take(0, 1)) < items;) function(item);
     }
 
   private:
@@ -42,7 +51,7 @@ class SharedWork {
         std::atomic<int> value{0};
     };
 
-    int take(int share) { return taken_[share].value.fetch_add(1, std::memory_order_relaxed); }
+    int take(int share, int items) { return taken_[share].value.fetch_add(items, std::memory_order_relaxed); }
 
     std::vector<Counter> taken_;
 };
