@@ -53,7 +53,7 @@ class Scheduler(Generic[State]):
 
     `propose(sequences, room)` gives a draft for each of those that decode, `room` tokens at most in all.
     `count_steps(sequences)` is how many steps of one token they may take in one call, asked where all that
-    run decode and nobody waits.
+    run decode and nobody waits, or only for a place among them.
     `swapper` keeps what preempted sequences had computed, where that is cheaper than computing it again.
     """
 
@@ -146,7 +146,9 @@ class Scheduler(Generic[State]):
                 break
             # Prompts in the middle of their prefill hold all pages: one has to wait.
             self._preempt()
-        if self._count_steps is not None and plan.chunks and not self.waiting:
+        # Who waits for a place has none before one of these ends, and that ends the call.
+        all_taken = len(self.running) >= self._max_sequences
+        if self._count_steps is not None and plan.chunks and (all_taken or not self.waiting):
             self._take_steps(plan.chunks, self._count_steps)
         if plan.chunks or not (self.running or self.waiting):
             self._stalled = 0

@@ -7,8 +7,14 @@
 
 namespace nybble {
 
+DecodeRun::DecodeRun(Decoder& decoder)
+    : decoder_(decoder), choosers_(decoder.threads(), RuleChooser(decoder.kernels())) {}
+
 void DecodeRun::begin(const StepInput& first, int steps, std::vector<TokenRule> rules) {
     rules_ = std::move(rules);
+    if (!rules_.empty()) {
+        for (RuleChooser& chooser : choosers_) chooser.reserve(decoder_.config().vocab_size);
+    }
     for (TokenRule& rule : rules_) rule.reserve(steps);
     const int groups = decoder_.config().num_groups, sequences = first.sequences;
     input_ = first;
@@ -39,32 +45,34 @@ int DecodeRun::run(const Limits& limits, float* logits, int32_t* tokens) {
             input_.slot_mapping = slots(i);
             for (int32_t& past : past_lens_) ++past;
         }
-        decoder_.step(input_, logits);
+        chosen_ = tokens;
+        decoder_.step(input_, logits, rules_.empty() ? nullptr : this);
+        if (rules_.empty()) take_best(logits);
         skipped_bytes_ += decoder_.skipped_bytes();
-        const bool ended = choose(logits, limits, tokens);
         const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
-        if (ended || i + 1 == limits.steps || passed.count() >= limits.seconds ||
+        if (ends(limits) || i + 1 == limits.steps || passed.count() >= limits.seconds ||
             hurry_.load(std::memory_order_relaxed)) {
             return i + 1;
         }
     }
 }
 
-// Whether the run ends with these tokens.
-bool DecodeRun::choose(float* logits, const Limits& limits, int32_t* tokens) {
-    const int vocab_size = decoder_.config().vocab_size;
-    bool ended = false;
+void DecodeRun::run_row(int thread, int row, float* logits, int32_t best) {
+    chosen_[row] = choosers_[thread].choose(rules_[row], logits, decoder_.config().vocab_size, best);
+}
+
+void DecodeRun::take_best(const float* logits) {
     for (int s = 0; s < input_.sequences; ++s, logits += decoder_.logit_stride()) {
         const int32_t best = decoder_.best_tokens()[s];
-        if (!rules_.empty()) {
-            tokens[s] = chooser_.choose(rules_[s], logits, vocab_size, best);
-        } else {
-            tokens[s] = std::isfinite(logits[best]) ? best : RuleChooser::kNoNumbers;
-        }
-        ended = ended || tokens[s] < 0 ||
-                std::find(limits.ends.begin(), limits.ends.end(), tokens[s]) != limits.ends.end();
+        chosen_[s] = std::isfinite(logits[best]) ? best : RuleChooser::kNoNumbers;
     }
-    return ended;
+}
+
+// Whether the run goes no further than the step that was taken.
+bool DecodeRun::ends(const Limits& limits) const {
+    return std::any_of(chosen_, chosen_ + input_.sequences, [&](int32_t token) {
+        return token < 0 || std::find(limits.ends.begin(), limits.ends.end(), token) != limits.ends.end();
+    });
 }
 
 }  // namespace nybble

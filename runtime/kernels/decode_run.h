@@ -13,7 +13,7 @@
 
 namespace nybble {
 
-class DecodeRun {
+class DecodeRun : RowWork {
   public:
     // How far a run goes at most.
     struct Limits {
@@ -22,7 +22,7 @@ class DecodeRun {
         double seconds;             // nor begins a step after so long
     };
 
-    explicit DecodeRun(Decoder& decoder) : decoder_(decoder), chooser_(decoder.kernels()) {}
+    explicit DecodeRun(Decoder& decoder);
 
     // Takes the place of earlier input: `first` has one token and one row a sequence. Slots of the tokens
     // after the first are those that its block table has, which holds all `steps`. `rules` says how each
@@ -35,8 +35,7 @@ class DecodeRun {
     // Takes at least one step, and writes what each chose to `tokens`, [steps][sequences]: less than 0, as
     // `RuleChooser` has it, where a row leaves no token to choose, after which the run goes no further.
     // Returns how many steps there were. Throws what a step throws; the slots of all then hold anything.
-    // Overwrites `logits`. Allocates nothing but what the first token that is drawn takes, of each
-    // vocabulary.
+    // Overwrites `logits`. Allocates nothing.
     int run(const Limits& limits, float* logits, int32_t* tokens);
 
     // Whether a run comes back after the step it is in. Of any thread.
@@ -45,11 +44,15 @@ class DecodeRun {
     size_t skipped_bytes() const { return skipped_bytes_; }
 
   private:
-    bool choose(float* logits, const Limits& limits, int32_t* tokens);
+    // Of a step with rules: each thread has rows of its own.
+    void run_row(int thread, int row, float* logits, int32_t best) override;
+    void take_best(const float* logits);
+    bool ends(const Limits& limits) const;
 
     Decoder& decoder_;
-    RuleChooser chooser_;
-    std::vector<TokenRule> rules_;
+    std::vector<RuleChooser> choosers_;  // [threads]
+    std::vector<TokenRule> rules_;       // [sequences], or none
+    int32_t* chosen_ = nullptr;          // of the step that runs, [sequences]
     StepInput input_{};
     size_t width_ = 0;  // groups times sequences
     std::vector<int32_t> past_lens_, slots_;

@@ -93,9 +93,10 @@ void Decoder::reserve(int tokens, int sequences, int rows) {
     best_tokens_.reserve(rows);
 }
 
-void Decoder::step(const StepInput& input, float* logits) {
+void Decoder::step(const StepInput& input, float* logits, RowWork* row_work) {
     input_ = &input;
     logits_ = logits;
+    row_work_ = row_work;
     reserve(input.tokens, input.sequences, input.rows);
     for (SharedWork& work : work_) work.reset();
     best_tokens_.resize(input.rows);
@@ -329,6 +330,7 @@ void Decoder::head(int thread) {
         float* logits = logits_ + static_cast<size_t>(r) * logit_stride();
         if (config_.logit_softcap > 0) kernels_.softcap(logits, config_.logit_softcap, logit_stride());
         best_tokens_[r] = kernels_.best_logit(logits, config_.vocab_size);
+        if (row_work_ != nullptr) row_work_->run_row(thread, r, logits, best_tokens_[r]);
     }
 }
 

@@ -42,6 +42,16 @@ struct Heads {
     int count() const { return end - begin; }
 };
 
+// What is done with each row of logits once it is there, by the thread that has found its highest.
+class RowWork {
+  public:
+    // `logits` may be overwritten. Must not throw.
+    virtual void run_row(int thread, int row, float* logits, int32_t best) = 0;
+
+  protected:
+    ~RowWork() = default;
+};
+
 class Decoder {
   public:
     // `stream` reads what of the weights is streamed.
@@ -54,8 +64,9 @@ class Decoder {
 
     // Writes logits [rows][logit_stride()]; allocates nothing when the sizes were reserved. Throws
     // StreamError where streamed weights could not be read: the step's pages and logits then hold anything.
-    // Where the input asks for the best only, other logits may be given as -infinity.
-    void step(const StepInput& input, float* logits);
+    // Where the input asks for the best only, other logits may be given as -infinity; else `row_work` is run
+    // once for each row.
+    void step(const StepInput& input, float* logits, RowWork* row_work = nullptr);
     // Of each row of the last step the first of the highest logits.
     const std::vector<int32_t>& best_tokens() const { return best_tokens_; }
 
@@ -163,6 +174,7 @@ class Decoder {
     bool picks_ = false;
     StepRows all_, wanted_;
     float* logits_ = nullptr;
+    RowWork* row_work_ = nullptr;
     std::vector<int32_t> best_tokens_;    // [rows]
     std::unique_ptr<HeadSearch> search_;  // where the head stays in memory and nothing is done to logits
     bool searches_ = false;

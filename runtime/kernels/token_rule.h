@@ -40,8 +40,10 @@ class RuleChooser {
 
     explicit RuleChooser(const Kernels& kernels) : kernels_(kernels), sampler_(kernels) {}
 
+    // Room for rows of `n` logits: to choose from such allocates nothing.
+    void reserve(int n) { sampler_.reserve(n); }
     // The next token by `rule`, or one of the above, from `logits` [n], which are overwritten; `best` is
-    // where they are highest. Allocates only for a vocabulary larger than before.
+    // where they are highest.
     int32_t choose(TokenRule& rule, float* logits, int n, int32_t best);
 
   private:

@@ -32,17 +32,20 @@ constexpr float kMostlyEnough = 0x1p-12f;  // of the top's weight: some hundreds
 
 }  // namespace
 
+void TokenSampler::reserve(int n) {
+    const size_t padded = static_cast<size_t>(n) + 16;
+    if (left_.size() >= padded) return;
+    weights_.resize(padded);
+    sums_.resize(padded / kSumBlock + 1);
+    left_weights_.resize(padded);
+    largest_.resize(padded);
+    left_.resize(padded);
+}
+
 int TokenSampler::draw(const float* logits, int n, float top, double temperature, const Filters& filters,
                        double number) {
     const FloatControl control;
-    const size_t padded = static_cast<size_t>(n) + 16;
-    if (left_.size() < padded) {
-        weights_.resize(padded);
-        sums_.resize(padded / kSumBlock + 1);
-        left_.resize(padded);
-        left_weights_.resize(padded);
-        largest_.resize(padded);
-    }
+    reserve(n);
     // Infinity times 0 is no number: the factor stays finite, so that the top's weight is 1.
     constexpr double kLog2E = 1.4426950408889634, kMostFactor = 1e30;
     const float factor = static_cast<float>(std::min(kLog2E / temperature, kMostFactor));

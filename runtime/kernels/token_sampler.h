@@ -21,8 +21,11 @@ class TokenSampler {
   public:
     explicit TokenSampler(const Kernels& kernels) : kernels_(kernels) {}
 
+    // Room for rows of `n` logits: to draw from such allocates nothing.
+    void reserve(int n);
+
     // The token at `number`, in [0, 1), of the distribution over `logits` [n], in ascending order of ids.
-    // `top` is the largest logit. Allocates only for a vocabulary larger than before.
+    // `top` is the largest logit.
     int draw(const float* logits, int n, float top, double temperature, const Filters& filters,
              double number);
 

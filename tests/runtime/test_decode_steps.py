@@ -159,12 +159,27 @@ class TestEngine:
         assert engine.pages_free == 64
 
     def test_who_waits_is_not_made_to_wait(self, make_engine: Make, make_executor: Make) -> None:
+        executor = make_executor(num_blocks=8)
+        engine = make_engine(executor, max_sequences=2, max_batch_tokens=64, eos_token_ids=[])
+        a = engine.add(Request("a", tuple(PROMPT), greedy(10)))
+        long = [*PROMPT[::-1], *PROMPT, *PROMPT[:6]]  # there are no pages for it before the other's end
+        b = engine.add(Request("b", tuple(long), greedy(8)))
+        run(engine)
+        assert executor.runs == [7]  # of the second one
+        assert a.output_ids == reference_without_end(executor, PROMPT, 10)
+        assert b.output_ids == reference_without_end(executor, long, 8)
+
+    def test_who_waits_for_a_place_waits_for_an_end_anyway(
+        self, make_engine: Make, make_executor: Make
+    ) -> None:
         executor = make_executor()
         engine = make_engine(executor, max_sequences=1, eos_token_ids=[])
-        engine.add(Request("a", tuple(PROMPT), greedy(20)))
-        engine.add(Request("b", tuple(PROMPT[2:]), greedy(20)))
+        a = engine.add(Request("a", tuple(PROMPT), greedy(20)))
+        b = engine.add(Request("b", tuple(PROMPT[2:]), greedy(12)))
         run(engine)
-        assert executor.runs == [8, 8, 3]  # of the second one
+        assert executor.runs == [8, 8, 3, 8, 3]
+        assert a.output_ids == reference_without_end(executor, PROMPT, 20)
+        assert b.output_ids == reference_without_end(executor, PROMPT[2:], 12)
 
     def test_a_row_without_numbers_fails_its_request_alone(
         self, make_engine: Make, make_executor: Make
