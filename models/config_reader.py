@@ -4,7 +4,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,12 @@ def shown(value: object) -> str:
     """A value as it appears in a message: `repr`, on one line and short."""
     text = repr(value) if not isinstance(value, dict | list) else json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def shown_names(names: Iterable[object]) -> str:
+    """A file's own names as they appear in a message: the first five, each on one line and short."""
+    listed = [shown(name) for name in names]
+    return ", ".join(listed[:5] + ["..."] * (len(listed) > 5))
 
 
 def regular_file_size(path: Path, where: str) -> int:

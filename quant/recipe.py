@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from ..errors import SettingError
+from ..models.config_reader import shown_names
 
 Method = Literal["gptq", "rtn", "nf4", "int8"]
 ActOrder = Literal["static", "dynamic", "none"]
@@ -213,7 +214,7 @@ class Recipe:
         data = {_OLDER_NAMES.get(name, name): value for name, value in data.items()}
         unknown = set(data) - {f.name for f in fields(cls)}
         if unknown:
-            raise SettingError(f"recipe has unknown settings: {', '.join(sorted(unknown))}")
+            raise SettingError(f"recipe has unknown settings: {shown_names(sorted(unknown))}")
         formats = data.get("layer_formats", {})
         if not isinstance(formats, dict) or not all(isinstance(x, list) for x in formats.values()):
             raise SettingError("layer_formats is no object from names to [bits, group size, symmetric]")

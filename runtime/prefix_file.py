@@ -32,7 +32,7 @@ import numpy as np
 
 from ..errors import ModelFormatError, OutputError
 from ..export.atomic_file import new_file
-from ..models.config_reader import parse_json_object
+from ..models.config_reader import parse_json_object, shown_names
 
 MAGIC = b"NYBPREF\0"
 FORMAT_VERSION = 1
@@ -232,7 +232,7 @@ class PrefixFile(AbstractContextManager["PrefixFile"]):
         numbers = ("num_tokens", "tokens_crc32", "checksums_crc32")
         names = {field.name for field in fields(PrefixKey)} | set(numbers)
         if set(header) != names:
-            raise self._damaged(f"its header differs in {', '.join(sorted(set(header) ^ names))}")
+            raise self._damaged(f"its header differs in {shown_names(sorted(set(header) ^ names))}")
         for name in numbers:
             if type(header[name]) is not int:
                 raise self._damaged(f"{name} is {header[name]!r}; expected a number")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ModelFormatError, UnsupportedModelError
+from ..models.config_reader import shown_names
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -22,12 +23,13 @@ def find_template(files: Mapping[str, bytes], name: str = "default") -> str | No
         return entry
     named = {}
     if isinstance(entry, list):
-        named = {e.get("name"): e.get("template") for e in entry if isinstance(e, dict)}
+        templates = [e for e in entry if isinstance(e, dict) and isinstance(e.get("name"), str)]
+        named = {e["name"]: e.get("template") for e in templates}
     elif isinstance(entry, dict):
         named = entry
     template = named.get(name)
     if not isinstance(template, str):
-        known = ", ".join(str(key) for key in named) or type(entry).__name__
+        known = shown_names(named) or type(entry).__name__
         raise UnsupportedModelError(
             f"tokenizer_config.json: chat_template has no template named {name!r}; found {known}"
         )

@@ -1,6 +1,7 @@
 """`nybble.json`: written the same each time, and never trusted."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -120,6 +121,20 @@ def test_any_value_in_any_place_is_read_or_refused_in_one_line(data: st.DataObje
         place[key] = data.draw(JUNK)
     read = _read_or_refuse(json.dumps(manifest).encode())
     assert read is None or Manifest.from_bytes(read.to_bytes(), "m") == read
+
+
+def test_a_name_of_several_lines_anywhere_is_read_or_refused_in_one() -> None:
+    def places(value: Any) -> Iterator[tuple[dict[str, Any], str]]:
+        if isinstance(value, dict):
+            yield from ((value, key) for key in value)
+        for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            yield from places(inner)
+
+    for number in range(len(list(places(json.loads(MANIFEST.to_bytes()))))):
+        manifest = json.loads(MANIFEST.to_bytes())
+        place, key = list(places(manifest))[number]
+        place["\n"] = place.pop(key)
+        _read_or_refuse(json.dumps(manifest).encode())
 
 
 @settings(max_examples=300, deadline=None)

@@ -62,7 +62,7 @@ def test_an_older_manifest_names_what_its_method_did_nothing_of() -> None:
         ("bits = 5", "bits is 5; expected 3, 4 or 8"),
         ("bits = true", "bits is True; expected a int"),
         ("correction = 2", "correction is 2.0; expected a share from 0 to 1"),
-        ("colour = 1", "unknown settings: colour"),
+        ("colour = 1", "unknown settings: 'colour'"),
         ("average_bits = 2.5", "average_bits is 2.5"),
         ('method = "rtn"\naverage_bits = 4.5', "average_bits is 4.5; expected 0 for method rtn"),
         ('method = "rtn"\ntune_epochs = 1', "tune_epochs is 1; expected 0 for method rtn"),

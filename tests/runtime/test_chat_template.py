@@ -163,3 +163,20 @@ def test_where_a_template_is_found() -> None:
     for broken in (b"{", b"[]", b"[" * 100_000):
         with pytest.raises(ModelFormatError, match=r"tokenizer_config\.json"):
             find_template({"tokenizer_config.json": broken})
+
+
+@pytest.mark.parametrize(
+    "templates",
+    [
+        [{"name": ["a"], "template": "x"}, {"name": "b\nc", "template": "y"}],
+        {"b\nc": "y"},
+        [{"name": None}, 3],
+        [{"name": f"name {i}", "template": "x"} for i in range(100)],
+    ],
+)
+def test_templates_without_the_one_asked_for_are_named_in_one_short_line(templates: Any) -> None:
+    files = {"tokenizer_config.json": json.dumps({"chat_template": templates}).encode()}
+    with pytest.raises(UnsupportedModelError, match="has no template named 'default'") as raised:
+        find_template(files)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 200
