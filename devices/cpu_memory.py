@@ -22,8 +22,11 @@ IMPORTS = 46_000_000
 PAGE = 16  # tokens of its pages, whatever the profile has
 # A piece of a matrix while it is packed, in its old form and as tiles.
 LOADING_PIECE = 8_000_000
-# Choosing a token of a row: some arrays of float64 and int64.
+# Choosing a token of a row: numpy's arrays, or those of the kernels in the engine's thread and two of a
+# step's.
 SAMPLING_PER_TOKEN = 48
+# The kernels' in another thread of a step (runtime/kernels/token_sampler.h).
+SAMPLER_PER_TOKEN = 16
 # Of each thread at least: a panel of unpacked weights and its results.
 PANEL = 256 * 1024
 # Rows of the head whose halves lie together.
@@ -68,7 +71,11 @@ def plan_on_kernels(run: RunSettings) -> MemoryPlan:
         kv=pages * page,
         activations=step_bytes(run)
         + 4 * padded(spec.vocab_size, 16) * run.logit_rows
-        + SAMPLING_PER_TOKEN * spec.vocab_size,
+        + (
+            SAMPLING_PER_TOKEN
+            + SAMPLER_PER_TOKEN * max(0, min(run.threads or run.profile.threads, run.sequences) - 2)
+        )
+        * spec.vocab_size,
         tokenizer=tokenizer * spec.vocab_size,
         interpreter=IMPORTS,
         tokenizing=tokenizing * spec.vocab_size,

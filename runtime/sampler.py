@@ -101,8 +101,8 @@ def _changed(
         tokens, values = changes.bias
         logits[tokens] += values
     if seen is not None:
-        chosen, penalty = logits[seen], np.float32(sampling.repetition_penalty)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # the caller looks
+            chosen, penalty = logits[seen], np.float32(sampling.repetition_penalty)
             logits[seen] = np.where(chosen < 0, chosen * penalty, chosen / penalty)
     if changes is not None and changes.counts is not None:
         tokens, times = changes.counts

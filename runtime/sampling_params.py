@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import SettingError
 
 MAX_SEED = 2**64 - 1
+MAX_TOP_K = 2**31 - 1  # no vocabulary has as many: more mean the same
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class SamplingParams:
             chosen[name] = next(value for value in values if value is not None)
         return ResolvedSampling(
             temperature=float(chosen["temperature"]),
-            top_k=max(0, int(chosen["top_k"])),
+            top_k=min(max(0, int(chosen["top_k"])), MAX_TOP_K),
             top_p=float(chosen["top_p"]),
             min_p=float(chosen["min_p"]),
             repetition_penalty=float(chosen["repetition_penalty"]),

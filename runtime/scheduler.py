@@ -146,7 +146,8 @@ class Scheduler(Generic[State]):
                 break
             # Prompts in the middle of their prefill hold all pages: one has to wait.
             self._preempt()
-        # Who waits for a place has none before one of these ends, and that ends the call.
+        # Who waits for a place has none before one of these ends. Most ends end the call; one by a stop
+        # string or a deadline is seen after it.
         all_taken = len(self.running) >= self._max_sequences
         if self._count_steps is not None and plan.chunks and (all_taken or not self.waiting):
             self._take_steps(plan.chunks, self._count_steps)

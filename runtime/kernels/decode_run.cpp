@@ -12,8 +12,9 @@ DecodeRun::DecodeRun(Decoder& decoder)
 
 void DecodeRun::begin(const StepInput& first, int steps, std::vector<TokenRule> rules) {
     rules_ = std::move(rules);
-    if (!rules_.empty()) {
-        for (RuleChooser& chooser : choosers_) chooser.reserve(decoder_.config().vocab_size);
+    // As many threads choose as there are rows.
+    for (size_t i = 0; i < std::min(rules_.size(), choosers_.size()); ++i) {
+        choosers_[i].reserve(decoder_.config().vocab_size);
     }
     for (TokenRule& rule : rules_) rule.reserve(steps);
     const int groups = decoder_.config().num_groups, sequences = first.sequences;

@@ -45,7 +45,7 @@ struct Heads {
 // What is done with each row of logits once it is there, by the thread that has found its highest.
 class RowWork {
   public:
-    // `logits` may be overwritten. Must not throw.
+    // `logits` may be overwritten. Must not throw. No `thread` is over the number of rows.
     virtual void run_row(int thread, int row, float* logits, int32_t best) = 0;
 
   protected:

@@ -36,7 +36,8 @@ void make_rule(TokenRule* rule, double temperature, int top_k, double top_p, dou
                const Ints1& counted, const Floats1& times) {
     if (!(temperature >= 0)) fail("temperature", "is not 0 or more");
     check_filters(top_p, min_p);
-    if (!(repetition_penalty > 0)) fail("repetition_penalty", "is not over 0");
+    // A number over 0 may be 0 in float32: then no finite logit is left.
+    if (!(repetition_penalty >= 0)) fail("repetition_penalty", "is not 0 or more");
     new (rule) TokenRule{temperature,
                          Filters{top_k, top_p, min_p},
                          seed,

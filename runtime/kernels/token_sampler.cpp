@@ -28,7 +28,8 @@ float largest_with(uint32_t step, const Enough& enough) {
 }
 
 constexpr uint32_t kPowersOfTwo = 1u << 23, kEveryFloat = 1;
-constexpr float kMostlyEnough = 0x1p-12f;  // of the top's weight: some hundreds of tokens weigh more
+constexpr float kMostlyEnough = 0x1p-12f;  // of the top's weight: mostly some hundreds of tokens weigh more
+constexpr int kMostToKeep = 4096;          // of more it takes longer to keep the right ones than to bisect
 
 }  // namespace
 
@@ -54,17 +55,20 @@ int TokenSampler::draw(const float* logits, int n, float top, double temperature
     if (!counted && filters.top_p >= 1 && filters.min_p <= 0) return draw_from_all(n, number);
 
     // First a few more tokens than are left: those of a weight that is mostly small enough, or by looking at
-    // all of them seven times.
+    // all of them seven times more.
     double total = 0;
     for (int block = 0; block * kSumBlock < n; ++block) total += sums_[block];
     float least = static_cast<float>(filters.min_p);
     if (counted || filters.top_p < 1) {
         const double enough = 0.5 * (1 + filters.top_p) * total;
-        const auto holds = [&](float w) {
-            const WeightTotal from = kernels_.weights_from(weights_.data(), n, w);
-            return counted ? from.count >= filters.top_k : from.sum >= enough;
+        const auto from = [&](float w) { return kernels_.weights_from(weights_.data(), n, w); };
+        const auto is_enough = [&](const WeightTotal& total) {
+            return counted ? total.count >= filters.top_k : total.sum >= enough;
         };
-        least = holds(kMostlyEnough) ? kMostlyEnough : largest_with(kPowersOfTwo, holds);
+        const WeightTotal likely = from(kMostlyEnough);
+        least = is_enough(likely) && likely.count <= kMostToKeep
+                    ? kMostlyEnough
+                    : largest_with(kPowersOfTwo, [&](float w) { return is_enough(from(w)); });
     }
     constexpr float kMargin = 0.999f;  // the order of weights is not exactly that of logits
     count_ = kernels_.collect_from(weights_.data(), n, std::max(kSmallest, kMargin * least), left_.data());

@@ -163,6 +163,14 @@ def test_rows_that_no_context_reaches_are_not_counted():
     assert activations(512, sequences=2) > activations(64, sequences=2)
 
 
+@pytest.mark.parametrize(("threads", "sequences", "more"), [(2, 8, 0), (8, 1, 0), (8, 4, 2), (8, 16, 6)])
+def test_each_thread_that_chooses_tokens_has_room_for_a_vocabulary(threads, sequences, more, monkeypatch):
+    run = RunSettings(SMOLLM2, INT4, LAPTOP, sequences=sequences, threads=threads, executor="cpu")
+    whole = plan_memory(run).activations
+    monkeypatch.setattr("nybble.devices.cpu_memory.SAMPLER_PER_TOKEN", 0)
+    assert whole - plan_memory(run).activations == more * 16 * SMOLLM2.vocab_size
+
+
 def test_a_budget_that_no_context_fits_says_so():
     with pytest.raises(DoesNotFitError, match="no context would fit, since one token needs"):
         check_fit(RunSettings(SMOLLM2, INT4, LAPTOP, budget=100_000_000))

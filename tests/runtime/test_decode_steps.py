@@ -11,19 +11,22 @@ from decoders import MIXED, Pages, Weights, load, quantized, some_ids
 from engines import PROMPT, answer, reference_without_end, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import small_executor
+from step_by_step import StepByStep
 from token_rules import RuleInPython
 
 from nybble._kernels import supported_kernels
 from nybble.errors import DeadlineExceeded, ExecutorError
 from nybble.runtime.batch import Batch
 from nybble.runtime.cpu_executor import DECODE_STEPS, CpuExecutor
-from nybble.runtime.engine import DECODE_SECONDS
+from nybble.runtime.engine import DECODE_SECONDS, Engine
 from nybble.runtime.engine_loop import EngineLoop
 from nybble.runtime.sampler import Changes, TokenRule
 from nybble.runtime.sampling_params import MAX_SEED, ResolvedSampling, SamplingParams
 from nybble.runtime.sequence import Request
 from nybble.runtime.sinks import Ended, ThreadSink
 from nybble.runtime.speculation import NgramProposer, Speculator
+from nybble.runtime.tokenizer import Tokenizer
 
 Make = Callable[..., Any]
 LENGTHS = [5, 37, 63, 250]  # tokens of each sequence's prompt: the ends of a page and of a segment are near
@@ -366,6 +369,47 @@ def first_batch(pages: Pages, sequences: list[int], tokens: list[int], past: lis
         batch.token_ids, batch.cu_seqlens, batch.past_lens, table, batch.slot_mapping,
         np.arange(len(sequences), dtype=np.int32), best_only=True,
     )  # fmt: skip
+
+
+class TestEngineOnKernels:
+    def test_penalties_and_biases_over_several_calls(self, byte_tokenizer: Tokenizer) -> None:
+        plain = self.answers(byte_tokenizer, 0, [greedy(30)])[0]
+        asked = [
+            greedy(30, repetition_penalty=1.3),
+            greedy(30, presence_penalty=0.5, frequency_penalty=0.2, logit_bias={plain[3]: -100.0}),
+            SamplingParams(max_tokens=30, temperature=2.0, top_p=0.9, repetition_penalty=1.1, seed=3, n=2),
+            greedy(30),
+        ]
+        found = self.answers(byte_tokenizer, 8, asked)
+        assert found == self.answers(byte_tokenizer, 0, asked)
+        assert found[-1] == plain
+        assert plain[3] not in found[1]
+        assert len(set(map(tuple, found))) == len(found) == 5
+
+    def test_extreme_settings_are_their_own_requests_affair(self, byte_tokenizer: Tokenizer) -> None:
+        plain = self.answers(byte_tokenizer, 0, [greedy(30)])[0]
+        asked = [
+            greedy(30, top_k=1 << 80),
+            greedy(30, repetition_penalty=1e-46),
+            greedy(30, repetition_penalty=1e300),
+            SamplingParams(max_tokens=30, temperature=1e-320, top_p=1e-320, top_k=1 << 31, min_p=1.0),
+            greedy(30),
+        ]
+        found = self.answers(byte_tokenizer, 8, asked)
+        assert found == self.answers(byte_tokenizer, 0, asked)
+        assert found[0] == found[3] == found[4] == plain
+
+    def answers(self, tokenizer: Tokenizer, steps: int, asked: list[SamplingParams]) -> list[list[int]]:
+        """Of requests side by side, on kernels that take so many steps a call."""
+        executor: Any = small_executor()
+        given = executor if steps else StepByStep(executor)
+        engine = Engine(given, tokenizer, max_model_len=100)
+        sequences = [
+            engine.add(Request(str(i), tuple(range(3, 12)), params)) for i, params in enumerate(asked)
+        ]
+        run(engine)
+        executor.close()
+        return [sample.output_ids for sequence in sequences for sample in sequence.samples]
 
 
 VOCAB = 512  # of the tiny models

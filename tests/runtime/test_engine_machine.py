@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from numpy.typing import NDArray
 from small_models import small_executor
+from step_by_step import StepByStep
 
 from nybble.errors import DeadlineExceeded, QueueFull
 from nybble.kvcache import OutOfPagesError
@@ -55,18 +56,6 @@ class FaultyExecutor:
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-
-
-class StepByStep:
-    """An executor that takes a step a call."""
-
-    decode_steps = 0
-
-    def __init__(self, executor: CpuExecutor) -> None:
-        self._executor = executor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
 
 
 class Oracle:
