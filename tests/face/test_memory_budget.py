@@ -156,12 +156,13 @@ def test_too_small_a_budget_is_refused_before_anything_is_opened(
 def test_more_sequences_run_than_have_pages_for_whole_contexts() -> None:
     run = RunSettings(SMOLLM2, INT4, LAPTOP, context=1024, kv_dtype="f16", executor="cpu")
     alone = plan_memory(replace(run, sequences=2))
-    budget = alone.total + 5 * alone.kv_page
+    pages = 16  # what the other sequences take besides their own, and some more
+    budget = alone.total + pages * alone.kv_page
     plan = plan_within(run, budget, max_sequences=REQUESTS)
     shared = share_pages(plan, run, REQUESTS)
     assert plan.sequences == 2
     assert shared.sequences == REQUESTS
-    assert plan.num_pages < shared.num_pages < plan.num_pages + 5
+    assert plan.num_pages < shared.num_pages < plan.num_pages + pages
     assert shared.total <= budget
     assert shared.concessions == ("16 sequences share KV pages for 2 whole contexts",)
     assert share_pages(alone, run, 2) == alone
