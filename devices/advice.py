@@ -1,9 +1,10 @@
 """What to say where a model does not fit: the numbers, and the cheapest ways to make it fit."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 
+from ..records import dataclass
 from .memory_plan import SMALLEST_STEP, MemoryPlan, RunSettings
 from .plans import plan_memory
 from .prediction import Rates, predict

@@ -1,6 +1,6 @@
 """What reading the same bytes again and again takes, as every step reads a model's weights."""
 
-from dataclasses import dataclass
+from ..records import dataclass
 
 
 @dataclass(frozen=True)

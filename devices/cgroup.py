@@ -5,8 +5,9 @@ https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+from ..records import dataclass
 
 # v1 writes "no limit" as the largest multiple of a page under 2**63; no machine has this much.
 _UNLIMITED = 2**60

@@ -1,8 +1,9 @@
 """The CPU's name, instruction sets and caches: from the C++ extension, else from /proc and /sys."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+
+from ..records import dataclass
 
 _ROOT = Path("/")
 

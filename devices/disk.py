@@ -7,10 +7,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import SettingError
+from ..records import dataclass
 
 BLOCK = 4 << 20  # bytes of a read: as large as a layer, of which there are few in flight
 _SMALLEST_FILE = 8 * BLOCK  # less is read too soon to be timed

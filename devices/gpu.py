@@ -4,9 +4,10 @@ Names and types are those of https://docs.nvidia.com/deploy/nvml-api/.
 """
 
 import ctypes
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
+
+from ..records import dataclass
 
 LIBRARY = "libnvidia-ml.so.1"
 _NAME_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE

@@ -4,8 +4,9 @@ Sources: https://docs.kernel.org/admin-guide/abi-testing.html (thermal_throttle,
 Pi's firmware, whose bits https://www.raspberrypi.com/documentation/computers/os.html#get_throttled explains.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from ..records import dataclass
 
 _CPUS = "sys/devices/system/cpu"
 _PI = "sys/devices/platform/soc/soc:firmware/get_throttled"

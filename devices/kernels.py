@@ -3,10 +3,10 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DoesNotFitError, MissingDependencyError, SettingError
+from ..records import dataclass
 from .bandwidth import Bandwidth, ReadRate
 from .cpu import read_cpu
 

@@ -4,10 +4,11 @@ import hashlib
 import json
 import logging
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeGuard
 
+from ..records import dataclass
 from .bandwidth import ReadRate
 from .kernels import MachineLimits, measure_limits
 from .user_files import cache_folder, read_small, replace_text

@@ -1,11 +1,11 @@
 """`RunSettings`, what is to run, and `MemoryPlan`, what it will hold."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import SettingError
 from ..models.spec import ModelSpec
 from ..quant.recipe import Recipe
+from ..records import dataclass
 from .profile import DeviceProfile, KvDtype
 from .residency import ResidencyPlan
 

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ..models.spec import LinearSpec, ModelSpec
 from ..quant.recipe import Recipe
+from ..records import dataclass
 from .profile import KvDtype
 
 KV_BYTES: dict[KvDtype, int] = {"f32": 4, "f16": 2, "int8": 1}

@@ -3,12 +3,12 @@ as they lie in the file of packed weights (runtime/packed_file.py)."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 
 from ..errors import SettingError
 from ..models.spec import LinearSpec, ModelSpec
 from ..quant.recipe import Recipe
+from ..records import dataclass
 from .model_bytes import HEAD_BITS, HEAD_GROUP_SIZE, linears
 
 # Of the file: a section is filled up to SECTION bytes, its tensors begin at multiples of TENSOR.

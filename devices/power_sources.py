@@ -6,9 +6,9 @@ https://docs.kernel.org/hwmon/sysfs-interface.html.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from ..records import dataclass
 from .gpu import Nvml, NvmlError
 
 # Meters of parts that a model on the CPU does not use, or that count what others count already.

@@ -3,9 +3,10 @@ operations over the integer rate, whichever takes longer, and for streamed weigh
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..models.spec import ModelSpec
+from ..records import dataclass
 from .bandwidth import Bandwidth
 from .kernels import MachineLimits
 from .memory_plan import MemoryPlan, RunSettings

@@ -2,10 +2,11 @@
 
 import os
 import platform
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ..errors import DoesNotFitError, NybbleError, SettingError
+from ..records import dataclass
 from .cgroup import read_cgroup_limits
 from .cpu import CpuCache, read_cpu
 from .gpu import Gpu, read_gpus

@@ -3,12 +3,13 @@
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import SettingError
 from ..models.toml_files import parse_toml, read_toml, toml_names, toml_path
+from ..records import dataclass
 from .bandwidth import Bandwidth
 from .sizes import parse_bytes, parse_memory_budget
 

@@ -1,10 +1,10 @@
 """`ResidencyPlan`: which of a model's packed weights stay in memory, and which are read while it runs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Self
 
 from ..errors import SettingError
+from ..records import dataclass
 
 HUGE_PAGE = 2 << 20  # x86-64's, and AArch64's where pages have 4 KiB
 LEAST_SLOTS = 2  # one is read into while another is used

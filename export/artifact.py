@@ -1,7 +1,6 @@
 """An artifact folder, opened without reading what is not needed."""
 
 import os
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from ..errors import ModelFormatError, SettingError
 from ..models.config import spec_from_config
 from ..models.config_reader import read_bounded, read_json_object, regular_file_size, shown
 from ..models.spec import ModelSpec
+from ..records import dataclass
 from .atomic import recover
 from .manifest import FORMATS, MANIFEST_NAME, FileEntry, Format, Manifest, checkpoint_of, read_manifest
 

@@ -1,6 +1,5 @@
 """Reads AWQ checkpoints in the layout of its "gemm" kernels, as AutoAWQ and transformers write them."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from ..quant.packing import QuantizedTensor
 from ..quant.packing_awq import PER_WORD, from_awq, unpack_awq
 from ..quant.packing_rows import MatrixKind, MatrixRows
 from ..quant.recipe import GROUP_SIZES, Recipe
+from ..records import dataclass
 from .checkpoint_weights import CheckpointWeights
 from .shards import FLOATS
 

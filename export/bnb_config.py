@@ -1,11 +1,11 @@
 """bitsandbytes' `quantization_config`, as transformers reads and writes it."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ModelFormatError, UnsupportedModelError
 from ..models.config_reader import shown
 from ..quant.recipe import Recipe
+from ..records import dataclass
 
 QUANT_METHOD = "bitsandbytes"
 

@@ -1,6 +1,5 @@
 """`quantization_config`, as transformers, GPTQModel and vLLM read it, and as they write it."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ModelFormatError, UnsupportedModelError
@@ -8,6 +7,7 @@ from ..models.config_reader import shown
 from ..models.spec import ModelSpec
 from ..quant.packing import CheckpointFormat
 from ..quant.recipe import Recipe
+from ..records import dataclass
 from .layer_overrides import LayerOverride, StoredFormat, format_of, read_overrides
 
 # Loaders that refuse a group size which does not divide a layer's input size, by name and reason.

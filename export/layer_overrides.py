@@ -3,11 +3,11 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ModelFormatError, UnsupportedModelError
 from ..models.config_reader import shown
+from ..records import dataclass
 
 # A pattern comes from a file. Matching tries every way to share a name out among its repetitions: few of
 # them, and none around another, keep that short for a name of some sixty characters.

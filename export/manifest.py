@@ -5,13 +5,14 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
 
 from ..errors import ModelFormatError, NybbleError, SettingError
 from ..models.config_reader import ConfigReader, parse_json_object, read_bounded, shown
 from ..quant.recipe import Recipe
+from ..records import dataclass
 
 MANIFEST_NAME = "nybble.json"
 FORMAT_VERSION = 1

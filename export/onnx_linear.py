@@ -16,7 +16,7 @@ linear is listed in `LinearLayout`, from which a reader gets the logical tensors
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from ..models.spec import LinearSpec
 from ..quant.packing import QuantizedTensor, matmulnbits_block, to_matmulnbits
 from ..quant.packing_bnb import swap_nibbles
 from ..quant.packing_nf4 import Nf4Tensor
+from ..records import dataclass
 from .onnx_builder import MICROSOFT, Builder, TensorStore
 from .onnx_dependency import ir
 from .weights import LogicalTensor, LogicalWeights

@@ -7,7 +7,7 @@ range of exactly its size, before anything is allocated or given to ONNX Runtime
 import json
 import math
 import stat
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..quant.packing import QuantizedTensor, from_matmulnbits, matmulnbits_block
 from ..quant.packing_bnb import from_bnb_nf4
 from ..quant.packing_nf4 import Nf4Tensor
 from ..quant.packing_rows import MatrixKind, MatrixRows, all_in_the_middle
+from ..records import dataclass
 from .onnx_contract import CONTRACTS, Contract
 from .onnx_dependency import ir
 from .onnx_graph import FORMAT_VERSION

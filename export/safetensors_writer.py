@@ -10,7 +10,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import OutputError
+from ..records import dataclass
 
 SHARD_LIMIT = 4 << 30  # bytes
 INDEX_NAME = "model.safetensors.index.json"

@@ -2,8 +2,8 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from ..records import dataclass
 from .block_pool import BlockPool
 from .invariants import check_store, check_tree
 from .page_store import PageCopy, PageStore

@@ -2,8 +2,8 @@
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from ..records import dataclass
 from .page_store import PageStore
 from .prefix_node import PrefixNode, common_length
 

@@ -1,13 +1,13 @@
 """`SwapSpace`: what preempted sequences' pages held, kept in host memory or in a file."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..records import dataclass
 from .cache import KvCache
 from .prefix_tree import first_visible
 from .sequence_blocks import SequenceBlocks, pages_for

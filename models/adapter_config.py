@@ -4,10 +4,10 @@ a LoRA needs it. What would change the merged weights and is not known here is r
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UnsupportedModelError
+from ..records import dataclass
 from .config_reader import ConfigReader, shown
 
 MAX_RANK = 1 << 16

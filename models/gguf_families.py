@@ -6,9 +6,10 @@ a file doesn't say.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from ..records import dataclass
 from .gguf_metadata import Metadata
 
 _ATTENTION = {f"self_attn.{x}_proj": f"attn_{x}" for x in ("q", "k", "v")} | {

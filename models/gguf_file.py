@@ -6,7 +6,7 @@ is read with `os.pread`, never mapped: mapped pages would count as resident memo
 
 import os
 import struct
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelFormatError, UnsupportedModelError
+from ..records import dataclass
 
 MAGIC = b"GGUF"
 # A vocabulary of 256,000 tokens with its merges takes about 20 MB; nothing sound comes near this.

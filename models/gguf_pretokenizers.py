@@ -5,7 +5,7 @@ splitting the pieces of those before it into its matches and what lies between. 
 Oniguruma, the engine of `tokenizers`.
 """
 
-from dataclasses import dataclass
+from ..records import dataclass
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ tensor is read. Tensors are read, not mapped: mapped pages would count as this p
 
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelFormatError, UnsupportedModelError
+from ..records import dataclass
 from .config_reader import parse_json_object, regular_file_size, shown
 
 # A tensor takes about 120 bytes of header, so this has room for 60,000; parsing it takes up to some twenty

@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from decimal import Context, Decimal
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..records import dataclass
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 # Where a layer's norms stand: on what attention and MLP read, on what they give, or on both.

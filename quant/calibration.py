@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CalibrationError
+from ..records import dataclass
 from .recipe import Recipe
 
 Encode = Callable[[str], Sequence[int]]

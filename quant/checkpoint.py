@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from ..errors import ModelFormatError, NybbleError, SettingError
 from ..models.config_reader import read_json_object
 from ..models.safetensors_file import SafetensorsFile
+from ..records import dataclass
 from .packing import QuantizedTensor
 from .packing_nf4 import AnyQuantized, Nf4Tensor
 

@@ -3,12 +3,12 @@
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import CalibrationError, SettingError
+from ..records import dataclass
 from .calibration import (
     DEFAULT_ORIGIN,
     Calibration,

@@ -1,10 +1,10 @@
 """What an MLP and an expert have in common."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..models.spec import Activation, LinearSpec
+from ..records import dataclass
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,7 +1,6 @@
 """`QuantizedTensor`, and the one definition of every packed layout, in numpy."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -9,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelFormatError, QuantizationError
+from ..records import dataclass
 
 HEAD_BITS = 8
 HEAD_GROUP_SIZE = 32

@@ -2,7 +2,6 @@
 without a second quantization of its scales, and the rows of LLM.int8()."""
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..errors import ModelFormatError, UnsupportedModelError
 from ..models.config_reader import parse_json_object, shown
+from ..records import dataclass
 from .packing import QuantizedTensor
 from .packing_nf4 import NF4_CODE_BOOK, Nf4Tensor, from_nf4
 

@@ -1,12 +1,12 @@
 """NF4: 4-bit codes that index a code book (Dettmers et al. 2023, QLoRA, https://arxiv.org/abs/2305.14314)."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelFormatError, UnsupportedModelError
+from ..records import dataclass
 from .packing import QuantizedTensor, pack_rows, round_to_f16, row_blocks, unpack_rows
 
 # The paper's appendix E: quantiles of a normal distribution, scaled to [-1, 1].

@@ -1,13 +1,14 @@
 """`MatrixRows`: a quantized weight that is read some rows at a time, and never whole."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import QuantizationError
+from ..records import dataclass
 from .packing import HEAD_BITS, HEAD_GROUP_SIZE, QuantizedTensor, row_blocks
 from .packing_nf4 import AnyQuantized, Nf4Tensor
 

@@ -1,12 +1,13 @@
 """`Recipe`: how a model is quantized, as it is written in the manifest."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 from ..errors import SettingError
 from ..models.config_reader import shown_names
+from ..records import dataclass
 
 Method = Literal["gptq", "rtn", "nf4", "int8"]
 ActOrder = Literal["static", "dynamic", "none"]

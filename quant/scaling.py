@@ -18,7 +18,6 @@ nothing is done.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 from ..errors import QuantizationError
 from ..models.source import ModelSource
 from ..models.spec import ModelSpec
+from ..records import dataclass
 from .forward import embed, fast_dtype, layer_stages, to_torch
 from .gptq import factored
 from .recipe import LinearFormat, Recipe

@@ -13,13 +13,14 @@ in memory there is one layer's work at a time, and weights are integers until th
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..models.spec import ModelSpec
+from ..records import dataclass
 from .backward import backpropagate
 from .forward import embed, head_logits, to_torch
 from .packing import QuantizedTensor, quantize_head

@@ -1,10 +1,11 @@
 """One step's input: a packed, variable-length batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..records import dataclass
 
 
 @dataclass(frozen=True, eq=False)

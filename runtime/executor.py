@@ -1,13 +1,13 @@
 """The contract between the engine and whatever runs the decoder."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..models.spec import ModelSpec
+from ..records import dataclass
 from .batch import Batch
 from .sampler import TokenRule
 

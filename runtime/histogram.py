@@ -1,7 +1,8 @@
 """`LatencyHistogram`: quantiles of any number of durations in a fixed amount of memory."""
 
 import math
-from dataclasses import dataclass
+
+from ..records import dataclass
 
 # Ratio between a bucket's bounds. A quantile is off by at most half a bucket, 2.5 %.
 GROWTH = 1.05

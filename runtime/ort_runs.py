@@ -7,11 +7,11 @@ And the scores of a run are held at once, so long chunks run in pieces.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..records import dataclass
 from .batch import Batch
 
 MAX_RUN_TOKENS = 512  # of a run, padded

@@ -1,7 +1,8 @@
 """What a request gives back."""
 
-from dataclasses import dataclass
 from typing import Literal
+
+from ..records import dataclass
 
 FinishReason = Literal["stop", "length", "abort"]
 

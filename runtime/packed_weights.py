@@ -1,7 +1,6 @@
 """Weights as the CPU kernels read them: tiles of 16 output rows by 32 inputs (`kernels/layout.h`)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +13,7 @@ from ..quant.packing import row_blocks, unpack_rows
 from ..quant.packing_ggml import GgmlType
 from ..quant.packing_nf4 import AnyQuantized, Nf4Tensor
 from ..quant.packing_rows import PIECE_ELEMENTS, ROW_STEP, MatrixKind, MatrixRows
+from ..records import dataclass
 
 # Raised whenever the same weights would become other bytes: files of packed weights are then made again.
 LAYOUT_VERSION = 3

@@ -23,7 +23,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ import numpy as np
 from ..errors import ModelFormatError, OutputError
 from ..export.atomic_file import new_file
 from ..models.config_reader import parse_json_object, shown_names
+from ..records import dataclass
 
 MAGIC = b"NYBPREF\0"
 FORMAT_VERSION = 1

@@ -1,9 +1,8 @@
 """`RequestLimits`: what a request may ask of a model and its cache."""
 
-from dataclasses import dataclass
-
 from ..errors import DoesNotFitError, RequestError, SettingError
 from ..kvcache import KvCache, pages_for
+from ..records import dataclass
 from .sequence import Request
 
 

@@ -3,7 +3,6 @@ request alone."""
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..devices.kernels import choose_isa
 from ..errors import ExecutorError
+from ..records import dataclass
 from .sampling_params import ResolvedSampling
 
 Logits = NDArray[np.float32]

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from ..errors import SettingError
+from ..records import dataclass
 
 MAX_SEED = 2**64 - 1
 MAX_TOP_K = 2**31 - 1  # no vocabulary has as many: more mean the same

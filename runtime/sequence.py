@@ -4,11 +4,12 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from ..errors import NybbleError
 from ..kvcache import SequenceBlocks
+from ..records import dataclass
 from .detokenizer import StopStrings, detokenizer
 from .outputs import CompletionOutput, FinishReason, Logprob, Piece, RequestOutput, Timings
 from .sampler import TokenRule

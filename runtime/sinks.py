@@ -1,10 +1,10 @@
 """Where the engine's thread puts what becomes of requests, for a caller in a thread of its own."""
 
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import NybbleError
+from ..records import dataclass
 from .outputs import Piece
 from .sequence import Sequence
 

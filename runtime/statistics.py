@@ -1,10 +1,10 @@
 """What an engine has done: `EngineStatistics`, and the recorder that counts it."""
 
 from collections.abc import Sequence as Listed
-from dataclasses import dataclass
 
 from ..kvcache import KvCache, PrefixStatistics
 from ..models.spec import ModelSpec
+from ..records import dataclass
 from .histogram import LatencyHistogram, Quantiles
 from .scheduler import Scheduler
 from .sequence import Sequence

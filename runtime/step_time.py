@@ -2,7 +2,8 @@
 
 import math
 from collections import deque
-from dataclasses import dataclass
+
+from ..records import dataclass
 
 # What a step weighs against the one after it, so that a machine that slows down is noticed.
 _FORGET = 0.98

@@ -7,12 +7,13 @@ import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..records import dataclass
 
 _AT_ONCE = 1 << 20  # bytes that are read together
 

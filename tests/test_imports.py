@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "devices": ("models", "quant.recipe", "_kernels"),
     "runtime": ("models", "kvcache", "devices", "export", *PACKING, "_kernels"),
 }
-ANYONE = ("errors", "lazy_names", "__version__")
+ANYONE = ("errors", "lazy_names", "records", "__version__")
 # What running needs; everything else third-party belongs to an extra.
 RUN_TIME = {"numpy", "tokenizers", "safetensors", "jinja2", "rich", "click"}
 EXTRAS = {"torch", "transformers", "gguf", "onnxruntime", "onnx_ir", "matplotlib", "llguidance"}

@@ -4,7 +4,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -29,6 +28,7 @@ from .kvcache import KvCache
 from .loading import Loaded, choose_executor, load
 from .models.spec import ModelSpec
 from .quant.recipe import Recipe
+from .records import dataclass
 from .runnable import open_runnable
 from .runtime.cpu_executor import CpuExecutor
 from .runtime.engine import build_batch

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from .errors import CalibrationError, RequestError, SettingError
 from .logit_sources import LogitSource, RuntimeLogits, check_same_tokens, open_reference
 from .multiple_choice import Accuracy, Question, longest, read_questions, right_choices
 from .quant.calibration import evaluation_text, read_text
+from .records import dataclass
 from .runtime.tokenizer import Tokenizer
 
 Report = Callable[[str, int, int], None]

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +32,7 @@ from .devices import (
 from .devices.memory_plan import Half
 from .errors import DoesNotFitError, ModelFormatError, SettingError
 from .kvcache import FileStore
+from .records import dataclass
 from .runnable import Runnable, RunnableArtifact, RunnableCheckpoint, open_runnable
 from .runtime.executor import Executor, KvDtype
 from .runtime.speculation import Speculator

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from .errors import CalibrationError
 from .logit_sources import RuntimeLogits
+from .records import dataclass
 from .runtime.sampler import log_softmax
 from .runtime.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ or even downloaded: a `config.json` is enough."""
 import os
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from .models.hub_cache import located
 from .models.open import ALIASES
 from .models.spec import ModelSpec
 from .quant.recipe import Recipe
+from .records import dataclass
 from .runnable import open_runnable
 
 MANIFEST = "nybble.json"

@@ -2,11 +2,12 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, TypedDict
 
 from .chat_fit import fit_chat
 from .errors import NybbleError, RequestError, SettingError
+from .records import dataclass
 from .runtime.outputs import RequestOutput
 from .runtime.sampling_params import SamplingParams
 from .runtime.sequence import OnContextEnd, Request

@@ -4,13 +4,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .devices import DeviceProfile, Machine, probe, resolve_device, save_tuned
 from .errors import SettingError
 from .loading import choose_executor
+from .records import dataclass
 from .runnable import open_runnable
 from .workload import GOALS, Goal, Measurement, Settings, Workload
 

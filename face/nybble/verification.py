@@ -1,7 +1,6 @@
 """`verify`: is an artifact whole, and do its halves mean the same?"""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from .errors import ModelFormatError
 from .export.artifact import GENAI_GRAPH
 from .models.hub_cache import located
+from .records import dataclass
 
 if TYPE_CHECKING:
     from .export.artifact import Artifact

@@ -1,13 +1,13 @@
 """What `nybble tune` runs to compare settings: requests on an `LLM` that is opened with them."""
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Literal, get_args
 
 from .devices import KvDtype, Speculation, peak_resident_bytes, reset_peak_resident
 from .llm import LLM
+from .records import dataclass
 from .runtime.sampling_params import SamplingParams
 
 Goal = Literal["latency", "throughput", "memory"]

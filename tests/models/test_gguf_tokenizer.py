@@ -279,6 +279,24 @@ def test_a_file_without_a_pretokenizer_has_the_default_one(
     assert without["tokenizer.json"] == files_with(pre="default")["tokenizer.json"]
 
 
+@pytest.mark.parametrize("last", ["1", "a b", ""])
+def test_merges_that_a_line_cannot_say_are_kept(gguf_samples: ModuleType, tmp_path: Path, last: str) -> None:
+    """Of merges as lines, the library skips those that begin as a file's first line does, and refuses those
+    with another space."""
+    path, word = tmp_path / "m.gguf", "#version" if last else "#versio"
+    parts = [*word, last] if last else [*word]
+    wholes = ["".join(parts[: n + 1]) for n in range(1, len(parts))]
+    merges = [f"{whole.removesuffix(part)} {part}" for whole, part in zip(wholes, parts[1:], strict=True)]
+    tokens = list(dict.fromkeys([*parts, "1", "a", "b", "Ġ", *wholes]))
+    gguf_samples.write_tokenizer(path, "gpt2", tokens, [1] * len(tokens), {"merges": merges})
+    with open_gguf(path, "m.gguf") as source:
+        files = source.tokenizer_files
+    written = json.loads(files["tokenizer.json"])["model"]["merges"]
+    assert all(isinstance(merge, list if last else str) for merge in written)
+    read = json.loads(tokenizer_of(files, special=False).to_str())["model"]["merges"]
+    assert [" ".join(pair) for pair in read] == merges
+
+
 @pytest.mark.parametrize(
     ("settings_", "message"),
     [

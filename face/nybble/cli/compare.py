@@ -1,11 +1,11 @@
 """`nybble compare`."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..records import dataclass
 from .eval import EVALUATING
 from .options import apply, opening
 from .output import print_columns, print_json
