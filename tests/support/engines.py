@@ -12,6 +12,10 @@ from nybble.runtime.sequence import Request, Sequence
 PROMPT = [5, 9, 33, 12, 7, 60, 41, 2, 18]
 
 
+def greedy(max_tokens: int = 30, **others: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **others)
+
+
 def run(engine: Engine) -> None:
     for _ in range(10_000):
         if not engine.has_work:
