@@ -3,7 +3,6 @@
 import errno
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +48,8 @@ def _large_file(path: Path) -> Iterator[Path]:
     if largest is not None and largest.stat().st_size >= _SMALLEST_FILE:
         yield largest
         return
+    import tempfile  # brings in much that running does not need
+
     folder = path if path.is_dir() else path.parent
     with tempfile.NamedTemporaryFile(prefix=".nybble-tmp-", dir=folder) as output:
         block = os.urandom(BLOCK)  # a disk may compress, or leave out zeros

@@ -1,7 +1,6 @@
 """The user's own folders, where Nybble keeps what it measured, and small text files in them."""
 
 import os
-import tempfile
 from pathlib import Path
 
 _LARGEST = 64 * 1024
@@ -38,6 +37,8 @@ def read_small(file: Path) -> str:
 def replace_text(file: Path, text: str) -> None:
     """Writes a file whole or not at all, in a folder that is made if need be. Of several writers the last
     one's stays. Raises `OSError`."""
+    import tempfile  # brings in much that running does not need
+
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
     try:

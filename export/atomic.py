@@ -11,7 +11,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -59,6 +58,12 @@ def check_space(out: Path, needed: int) -> None:
         )
 
 
+def _remove(folder: Path) -> None:
+    import shutil  # brings in compression, which running does not need
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 @contextmanager
 def new_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
     """Yields an empty temporary folder; when the block ends without an exception its content is at `out`,
@@ -79,7 +84,7 @@ def new_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
         raise _output_error(out, error) from error
     finally:
         # After an exchange this is the previous artifact; after a failure, what was written so far.
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
         os.close(lock)
 
 
@@ -115,7 +120,7 @@ def remove_stale(out: Path) -> None:
     for path in stale:
         lock = _try_lock(path)
         if lock is not None:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
             os.close(lock)
 
 
@@ -229,7 +234,7 @@ def _swap_in_two_steps(temporary: Path, out: Path) -> None:
             os.rename(previous, out)
             raise
         _sync(out.parent)
-        shutil.rmtree(previous, ignore_errors=True)
+        _remove(previous)
     finally:
         os.close(lock)
 

@@ -1,7 +1,6 @@
 """Where the bytes of swapped pages wait: host memory, or a file."""
 
 import os
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Hashable
@@ -101,6 +100,8 @@ class FileStore:
         self._descriptor, self._end, self._free = -1, 0, {}
 
     def _open(self) -> None:
+        import tempfile  # brings in much that running does not need
+
         self._descriptor, path = tempfile.mkstemp(prefix="nybble-swap-", dir=self.folder)
         self._closing = weakref.finalize(self, os.close, self._descriptor)
         os.unlink(path)

@@ -9,7 +9,6 @@ change.
 
 import logging
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,6 +85,8 @@ def pack_into_temporary(
 ) -> MappedWeights:
     """Packed weights in a file without a name in `folder`, which is gone with its last user: for weights that
     are streamed, so have to be in a file, where none is kept. Raises `OutputError`."""
+    import tempfile  # brings in much that running does not need
+
     try:
         with tempfile.TemporaryFile(dir=folder) as output:
             write_packed(output, source, digest)

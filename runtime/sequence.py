@@ -1,6 +1,6 @@
 """`Request`, what was asked for, and `Sequence`, how far one answer to it has come."""
 
-import secrets
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -46,7 +46,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.seed < 0:
-            drawn = secrets.randbits(64) if self.params.seed is None else self.params.seed
+            drawn = int.from_bytes(os.urandom(8), "little") if self.params.seed is None else self.params.seed
             object.__setattr__(self, "seed", drawn)
 
     @property

@@ -3,7 +3,6 @@ loaded."""
 
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -40,7 +39,6 @@ from .runtime.tokenizer import Tokenizer
 from .speculating import Draft, plain_speculator, wants_draft
 
 CPU_PAGE_SIZE = 16
-_DISK_FOLDER = "/var/tmp" if os.path.isdir("/var/tmp") else tempfile.gettempdir()  # /tmp may be memory
 
 log = logging.getLogger("nybble")
 
@@ -98,7 +96,7 @@ def load(
     for name, value in (("threads", threads), ("max_batch_tokens", max_batch_tokens)):
         if value is not None and value < 1:
             raise SettingError(f"{name} is {value}; expected at least 1")
-    scratch = Path(scratch_folder or os.environ.get("TMPDIR") or _DISK_FOLDER)
+    scratch = Path(scratch_folder or os.environ.get("TMPDIR") or _disk_folder())
     machine = probe(providers=False)
     profile = resolve_device(device, machine)
     budget = profile.memory_budget
@@ -169,6 +167,14 @@ def load(
         speculator=speculator,
         explain_shortage=partial(describe_shortage, run, plan),
     )
+
+
+def _disk_folder() -> str:
+    if os.path.isdir("/var/tmp"):
+        return "/var/tmp"  # /tmp may be memory
+    import tempfile  # brings in much that running does not need
+
+    return tempfile.gettempdir()
 
 
 def choose_executor(asked: str, profile: DeviceProfile, providers: Sequence[str] | None) -> ExecutorKind:

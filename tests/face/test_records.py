@@ -1,4 +1,4 @@
-"""The frozen classes' own decorator gives what `dataclasses.dataclass` gives."""
+"""Our own decorator gives what `dataclasses.dataclass` gives."""
 
 import copy
 import dataclasses
@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, asdict, field, fields, replace
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,59 @@ def test_own_methods_and_fields_of_parents_are_kept(decorate: Decorate) -> None:
     assert hash(Hashed()) == 7
     with pytest.raises(FrozenInstanceError):
         Child().first = 3
+
+
+@pytest.mark.parametrize("decorate", BOTH)
+def test_init_is_that_of_the_class_that_has_it(decorate: Decorate) -> None:
+    made = point(decorate)
+
+    class Labelled(made):  # type: ignore[misc, valid-type]
+        def __init__(self, label: str) -> None:
+            super().__init__(len(label), label=label)
+
+    class Plain(made):  # type: ignore[misc, valid-type]
+        pass
+
+    assert [f"{parameter}" for parameter in signature(Labelled).parameters.values()] == ["label: str"]
+    found = Labelled("four")
+    assert (found.x, found.label, found.length, found.seen) == (4, "four", 4, [])
+    assert Plain(1, seen=[2]).seen == [2]
+    assert made(1).seen is not made(1).seen
+    assert type(made(1)) is made
+
+
+def test_signatures_and_errors_are_alike() -> None:
+    ours, theirs = both(point)
+    assert [(p.name, p.annotation, p.kind) for p in signature(ours).parameters.values()] == [
+        (p.name, p.annotation, p.kind) for p in signature(theirs).parameters.values()
+    ]
+    for args, kwargs in (((), {}), ((1, "a", [], 4), {}), ((1,), {"x": 2}), ((1,), {"length": 2})):
+        messages = set()
+        for made in both(point):
+            with pytest.raises(TypeError) as caught:
+                made(*args, **kwargs)
+            messages.add(str(caught.value))
+        assert len(messages) == 1
+
+
+@pytest.mark.parametrize("decorate", BOTH)
+def test_classes_that_are_not_frozen(decorate: Decorate) -> None:
+    @decorate()
+    class Counter:
+        name: str
+        count: int = 0
+
+    @decorate()
+    class Total(Counter):
+        most: int = 9
+
+    found = Total("a")
+    found.count += 1
+    assert found == Total("a", 1)
+    assert found != Total("a", 1, 8)
+    assert repr(found).endswith("Total(name='a', count=1, most=9)")
+    with pytest.raises(TypeError, match="hash"):
+        hash(found)
 
 
 def test_frozen_classes_have_it() -> None:
