@@ -1,9 +1,9 @@
 """`dataclasses.dataclass` without the time that it takes while a program starts.
 
 The standard one compiles up to six methods of every class while its module is imported, more than half of
-the time that Nybble's own imports took on Python 3.11. Here classes share `__repr__`, `__eq__`, `__hash__` and
-what refuses to assign, which do the same, and an `__init__` is compiled when the first object is made: the
-later ones cost what the standard ones do.
+the time that Nybble's own imports took on Python 3.11. Here classes share `__repr__`, `__eq__`, `__hash__`
+and what refuses to assign, which do the same, and an `__init__` is compiled when the first object is made:
+the later ones cost what the standard ones do.
 """
 
 from typing import TYPE_CHECKING
@@ -36,11 +36,11 @@ else:
         return cls
 
     def _waiting_init(cls):
-        def __init__(self, *args, **kwargs):
+        def first_init(self, *args, **kwargs):
             _make_init(cls)(self, *args, **kwargs)
 
-        __init__.waits_for = cls
-        return __init__
+        first_init.waits_for = cls
+        return first_init
 
     def _make_init(cls):
         cls.__init__ = _compiled_init(cls)
