@@ -112,10 +112,11 @@ def _matrix_bytes(linear: LinearSpec, recipe: Recipe | None) -> int:
 
 
 def tile_bytes(rows: int, columns: int, bits: int, group_size: int, symmetric: bool) -> int:
-    """A matrix in tiles: every group of a tile has 16 f16 scales, and 16 zero points unless symmetric."""
+    """A matrix in tiles: every group of a tile has 16 f16 scales and, unless symmetric, 16 zero points of as
+    many bits as a code."""
     slices = -(-columns // 32)
     groups = 1 if group_size == -1 else -(-columns // group_size)
-    return -(-rows // 16) * (groups * (32 if symmetric else 48) + slices * 64 * bits)
+    return -(-rows // 16) * (groups * (32 if symmetric else 32 + 2 * bits) + slices * 64 * bits)
 
 
 def padded(n: int, multiple: int) -> int:

@@ -16,18 +16,13 @@ from ..quant.packing_rows import PIECE_ELEMENTS, ROW_STEP, MatrixKind, MatrixRow
 from ..records import dataclass
 
 # Raised whenever the same weights would become other bytes: files of packed weights are then made again.
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 TILE_ROWS = 16
 BLOCK_TILES = 4  # rows of tiles whose halves lie together, of kind HALVES
 BLOCK_ROWS = BLOCK_TILES * TILE_ROWS
 SLICE = 32
 SYMMETRIC, ZERO_POINT, MINIMUM, NF4, HALVES = range(5)
 KINDS: dict[MatrixKind, int] = {"symmetric": SYMMETRIC, "zeros": ZERO_POINT, "minima": MINIMUM, "nf4": NF4}
-# Of each group of a tile, by kind.
-HEADER_BYTES = {
-    SYMMETRIC: TILE_ROWS * 2, ZERO_POINT: TILE_ROWS * 3, MINIMUM: TILE_ROWS * 4, NF4: TILE_ROWS * 2,
-    HALVES: TILE_ROWS * 2,
-}  # fmt: skip
 # Of a code, by kind.
 KIND_BITS = {SYMMETRIC: (4, 8), ZERO_POINT: (4, 8), MINIMUM: (4,), NF4: (4,), HALVES: (8,)}
 
@@ -108,19 +103,19 @@ class Packing:
 
     def _tiles(self, part: AnyQuantized) -> NDArray[np.uint8]:
         tiles, slices = -(-part.out_features // TILE_ROWS), -(-self.columns // SLICE)
-        header_bytes, slice_bytes = HEADER_BYTES[self.kind], TILE_ROWS * SLICE * self.bits // 8
+        in_header, slice_bytes = header_bytes(self.kind, self.bits), TILE_ROWS * SLICE * self.bits // 8
         codes = unpack_rows(part.packed, self.bits, self.columns)
         if self.kind == HALVES:
             slice_bytes //= 2
             body = _slices(codes >> np.uint8(4), tiles, slices, 4)
         else:
             body = _slices(codes if self._order is None else codes[:, self._order], tiles, slices, self.bits)
-        packed = np.empty((tiles, part.groups * header_bytes + slices * slice_bytes), np.uint8)
-        headers = np.concatenate([_lanes(values, tiles) for values in _header(part, self.kind)], axis=2)
+        packed = np.empty((tiles, part.groups * in_header + slices * slice_bytes), np.uint8)
+        headers = _headers(part, self.kind, self.bits, tiles)
         at, per_group = 0, self.slices_per_group
         for group in range(part.groups):
-            packed[:, at : at + header_bytes] = headers[:, group]
-            at += header_bytes
+            packed[:, at : at + in_header] = headers[:, group]
+            at += in_header
             values = body[:, group * per_group : (group + 1) * per_group].reshape(tiles, -1)
             packed[:, at : at + values.shape[1]] = values
             at += values.shape[1]
@@ -184,11 +179,17 @@ class FreshlyPacked:
         return np.ascontiguousarray(tensor, np.float32).reshape(-1)
 
 
+def header_bytes(kind: int, bits: int) -> int:
+    """Bytes before the slices of each group of a tile: 16 f16 scales, and zero points or f16 minima."""
+    more = {ZERO_POINT: TILE_ROWS * bits // 8, MINIMUM: TILE_ROWS * 2}
+    return TILE_ROWS * 2 + more.get(kind, 0)
+
+
 def tiles_bytes(rows: int, columns: int, bits: int, kind: int, slices_per_group: int) -> int:
     """Bytes of one linear layer's tiles."""
     slices = -(-columns // SLICE)
     groups = -(-slices // slices_per_group)
-    tile = groups * HEADER_BYTES[kind] + slices * (TILE_ROWS * SLICE * bits // 8)
+    tile = groups * header_bytes(kind, bits) + slices * (TILE_ROWS * SLICE * bits // 8)
     return -(-rows // TILE_ROWS) * tile
 
 
@@ -201,6 +202,15 @@ def ggml_tiles_bytes(rows: int, columns: int, kind: GgmlType) -> int:
 def pack(tensor: AnyQuantized, name: str = "tensor", halves: bool = False) -> PackedLinear:
     """A quantized weight in memory, packed. Raises as `Packing` does."""
     return Packing(MatrixRows.of(tensor), name, halves).packed()
+
+
+def _headers(part: AnyQuantized, kind: int, bits: int, tiles: int) -> NDArray[np.uint8]:
+    """Of each tile and group, [tiles, groups, bytes]."""
+    lanes = [_lanes(values, tiles) for values in _header(part, kind)]
+    if kind == ZERO_POINT and bits == 4:
+        first, second = np.split(lanes[1], 2, axis=2)
+        lanes[1] = first | second << np.uint8(4)
+    return np.concatenate(lanes, axis=2)
 
 
 def _header(part: AnyQuantized, kind: int) -> tuple[NDArray[np.generic], ...]:

@@ -23,7 +23,7 @@ constexpr int slices_of(int columns) { return (columns + kSlice - 1) / kSlice; }
 
 enum class WeightKind : int32_t {
     kSymmetric = 0,  // the zero point is 2^(bits - 1)
-    kZeroPoint = 1,  // one u8 a row and group
+    kZeroPoint = 1,  // one a row and group, of as many bits as a code
     kMinimum = 2,    // one f16 a row and group: weight = code * scale + minimum; 4 bits
     kNf4 = 3,        // the code is an index into kNf4Bytes: weight = (byte - 128) / 127 * scale; 4 bits
     kHalves = 4,     // symmetric, the upper and the lower halves of codes apart; 8 bits
@@ -34,7 +34,8 @@ enum class WeightKind : int32_t {
 constexpr uint8_t kNf4Bytes[16] = {1, 40, 61, 78, 92, 105, 116, 128, 138, 148, 159, 171, 184, 199, 220, 255};
 
 // One linear layer. Tiles of 16 rows, each row of tiles contiguous: for every group a header (16 f16 scales,
-// then 16 u8 zero points or 16 f16 minima), then its slices. A 4-bit slice is 256 bytes: for j in 0..3, 64
+// then 16 zero points or 16 f16 minima), then its slices. Zero points of 4 bits are 8 bytes: low nibbles are
+// rows 0 .. 7, high ones 8 .. 15. A 4-bit slice is 256 bytes: for j in 0..3, 64
 // bytes with 4 of each row; low nibbles are inputs 8j .. 8j+3, high nibbles 8j+4 .. 8j+7. An 8-bit slice is
 // 512 bytes: for j in 0..7, 64 bytes with inputs 4j .. 4j+3 of each row. Of kHalves, four rows of tiles (at
 // the end fewer) are those of the upper halves, as of a matrix of 4 bits, and after them those of the lower
@@ -52,7 +53,9 @@ struct PackedLinear {
     int slices() const { return slices_of(columns); }
     int groups() const { return (slices() + slices_per_group - 1) / slices_per_group; }
     int header_bytes() const {
-        return kind == WeightKind::kZeroPoint ? 48 : kind == WeightKind::kMinimum ? 64 : 32;
+        constexpr int kScales = kTileRows * 2;
+        if (kind == WeightKind::kZeroPoint) return kScales + kTileRows * bits / 8;
+        return kind == WeightKind::kMinimum ? 2 * kScales : kScales;
     }
     // What follows a header together; the lower halves have a place of their own.
     int slice_bytes() const { return bits == 4 || kind == WeightKind::kHalves ? 256 : 512; }

@@ -212,7 +212,11 @@ RandomLinear random_linear(Random& random, int rows, int columns, int bits, Weig
                 const uint16_t scale = random_half(random, scales + r);
                 std::memcpy(header + 2 * r, &scale, 2);
                 zeros[r] = 1 << (bits - 1);
-                if (kind == WeightKind::kZeroPoint) header[32 + r] = zeros[r] = random.below(1 << bits);
+                if (kind == WeightKind::kZeroPoint) {
+                    zeros[r] = random.below(1 << bits);
+                    if (bits == 8) header[32 + r] = zeros[r];
+                    if (bits == 4) header[32 + r % 8] |= zeros[r] << r / 8 * 4;
+                }
                 if (kind == WeightKind::kMinimum) {
                     const uint16_t minimum = random_half(random, minima + r) | 0x8000u;
                     std::memcpy(header + 32 + 2 * r, &minimum, 2);

@@ -29,7 +29,7 @@ void unpack_panel(const PackedLinear& w, int tile_begin, int tiles, int slice_be
             Bytes weights[8];
             unpack_slice<kBits, kKind>(p, lower + static_cast<size_t>(s) * slice_bytes, weights);
             for (int j = 0; j < 8; ++j) store_bytes(slice + (j * kPanelTiles + n) * 64, weights[j]);
-            const Header header = read_header<kKind>(header_at);
+            const Header header = read_header<kBits, kKind>(header_at);
             uint8_t* scales = slice + kPanelWeights;
             store(reinterpret_cast<float*>(scales + n * 64), header.scale);
             uint8_t* offsets = scales + kPanelTiles * 64 + n * 64;

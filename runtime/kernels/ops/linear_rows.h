@@ -2,7 +2,7 @@
 // instruction set.
 
 // The headers and slices of kStreams rows of tiles that lie side by side.
-template <WeightKind kKind, int kStreams>
+template <int kBits, WeightKind kKind, int kStreams>
 struct TileStreams {
     static constexpr bool kHalved = kKind == WeightKind::kHalves;
     static constexpr int kPrefetchBytes = kHalved ? 2048 : 4096;  // of each half
@@ -27,7 +27,7 @@ struct TileStreams {
     void next() {
         if (left == 0) {
             for (int n = 0; n < kStreams; ++n) {
-                header[n] = read_header<kKind>(p[n]);
+                header[n] = read_header<kBits, kKind>(p[n]);
                 p[n] += header_bytes;
             }
             left = slices_per_group;
@@ -66,7 +66,7 @@ struct TileStreams {
 template <int kBits, WeightKind kKind>
 inline void one_token(const PackedLinear& w, const TilePlaces& places, Activations x, int token, float* y,
                       size_t stride, int tile) {
-    TileStreams<kKind, 1> stream(w, places, tile);
+    TileStreams<kBits, kKind, 1> stream(w, places, tile);
     const int slices = w.slices(), place = token % kBlockTokens;
     const uint8_t* block = x.block(token / kBlockTokens);
     F32 acc = zero();
@@ -92,7 +92,7 @@ inline void one_token(const PackedLinear& w, const TilePlaces& places, Activatio
 template <int kBits, WeightKind kKind, int kStreams, int kTokens>
 inline void few_tokens(const PackedLinear& w, const TilePlaces& places, Activations x, int token, float* y,
                        size_t stride, int tile) {
-    TileStreams<kKind, kStreams> streams(w, places, tile);
+    TileStreams<kBits, kKind, kStreams> streams(w, places, tile);
     const int slices = w.slices();
     const size_t block_stride = static_cast<size_t>(x.slices) * kActivationBytes;
     const uint8_t* block = x.block(token / kBlockTokens);

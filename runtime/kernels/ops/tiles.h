@@ -11,10 +11,10 @@ struct Header {
     F32 minimum;  // kMinimum
 };
 
-template <WeightKind kKind>
+template <int kBits, WeightKind kKind>
 inline Header read_header(const uint8_t* p) {
     Header h{load_f16(reinterpret_cast<const uint16_t*>(p)), {}, {}};
-    if constexpr (kKind == WeightKind::kZeroPoint) h.zero = load_u8(p + 32);
+    if constexpr (kKind == WeightKind::kZeroPoint) h.zero = kBits == 4 ? load_u4(p + 32) : load_u8(p + 32);
     if constexpr (kKind == WeightKind::kMinimum)
         h.minimum = load_f16(reinterpret_cast<const uint16_t*>(p + 32));
     if constexpr (kKind == WeightKind::kNf4) h.scale = mul(h.scale, set1(1.0f / 127.0f));

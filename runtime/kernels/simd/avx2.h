@@ -82,6 +82,13 @@ inline I32 load_u8(const uint8_t* p) {
     const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))};
 }
+inline I32 load_u4(const uint8_t* p) {
+    constexpr int64_t kLow = 0x0F0F0F0F0F0F0F0F;
+    int64_t x;
+    std::memcpy(&x, p, 8);
+    return {_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(x & kLow)),
+            _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(x >> 4 & kLow))};
+}
 // Values fit in 8 bits: saturation never acts.
 inline void store_s8(int8_t* p, I32 x) {
     const __m128i low = _mm_packs_epi32(_mm256_castsi256_si128(x.a), _mm256_extracti128_si256(x.a, 1));

@@ -64,6 +64,13 @@ inline I32 load_s8(const int8_t* p) {
 inline I32 load_u8(const uint8_t* p) {
     return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
+// Of each of 8 bytes the low nibble, then of each the high one.
+inline I32 load_u4(const uint8_t* p) {
+    constexpr int64_t kLow = 0x0F0F0F0F0F0F0F0F;
+    int64_t x;
+    std::memcpy(&x, p, 8);
+    return {_mm512_cvtepu8_epi32(_mm_set_epi64x(x >> 4 & kLow, x & kLow))};
+}
 inline void store_s8(int8_t* p, I32 a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
 }

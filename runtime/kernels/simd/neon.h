@@ -105,13 +105,17 @@ inline I32 load_s8(const int8_t* p) {
     return {{vmovl_s16(vget_low_s16(low)), vmovl_s16(vget_high_s16(low)), vmovl_s16(vget_low_s16(high)),
              vmovl_s16(vget_high_s16(high))}};
 }
-inline I32 load_u8(const uint8_t* p) {
-    const uint8x16_t bytes = vld1q_u8(p);
+inline I32 widened(uint8x16_t bytes) {
     const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
     return {{vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(low))),
              vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(low))),
              vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(high))),
              vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(high)))}};
+}
+inline I32 load_u8(const uint8_t* p) { return widened(vld1q_u8(p)); }
+inline I32 load_u4(const uint8_t* p) {
+    const uint8x8_t pairs = vld1_u8(p);
+    return widened(vcombine_u8(vand_u8(pairs, vdup_n_u8(15)), vshr_n_u8(pairs, 4)));
 }
 // Values fit in 8 bits.
 inline void store_s8(int8_t* p, I32 x) {

@@ -117,6 +117,9 @@ inline I32 load_s8(const int8_t* p) {
 inline I32 load_u8(const uint8_t* p) {
     return lanes<I32>([&](int i) { return static_cast<int32_t>(p[i]); });
 }
+inline I32 load_u4(const uint8_t* p) {
+    return lanes<I32>([&](int i) { return static_cast<int32_t>(p[i % 8] >> i / 8 * 4 & 15); });
+}
 inline void store_s8(int8_t* p, I32 a) {
     for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(a.v[i]);
 }
