@@ -22,6 +22,8 @@ else:
         if cls.__doc__ is None:
             cls.__doc__ = cls.__name__  # the standard one writes a signature, which takes as long as a method
         dataclasses.dataclass(cls, init=False, repr=False, eq=False)
+        if "__init__" not in own:
+            _check_order(cls)
         shared = {"__init__": _waiting_init(cls), "__signature__": _Signature(), "__repr__": _repr}
         if frozen:
             shared |= {"__setattr__": _refuse_to_set, "__delattr__": _refuse_to_delete}
@@ -35,6 +37,23 @@ else:
                 setattr(cls, name, method)
         return cls
 
+    def _check_order(cls):
+        defaults = False
+        for field in fields(cls):
+            if field.init:
+                has_default = field.default is not MISSING or field.default_factory is not MISSING
+                if defaults and not has_default:
+                    raise TypeError(f"non-default argument {field.name!r} follows default argument")
+                defaults = has_default
+
+    class _Factory:
+        """What a parameter is, and is shown as, where its default is made for each object."""
+
+        def __repr__(self):
+            return "<factory>"
+
+    _FACTORY = _Factory()
+
     def _waiting_init(cls):
         def first_init(self, *args, **kwargs):
             _make_init(cls)(self, *args, **kwargs)
@@ -47,7 +66,7 @@ else:
         return cls.__init__
 
     def _compiled_init(cls):
-        names = {"_set": object.__setattr__, "_unset": MISSING}
+        names = {"_set": object.__setattr__, "_factory": _FACTORY}
         parameters, lines = ["self"], []
         for field in fields(cls):
             name, value = field.name, field.name
@@ -55,8 +74,8 @@ else:
                 names[f"_make_{name}"] = field.default_factory
                 value = f"_make_{name}()"
                 if field.init:
-                    parameters.append(f"{name}=_unset")
-                    value += f" if {name} is _unset else {name}"
+                    parameters.append(f"{name}=_factory")
+                    value += f" if {name} is _factory else {name}"
             elif not field.init:
                 continue
             elif field.default is MISSING:
