@@ -93,8 +93,8 @@ def step_bytes(run: RunSettings) -> int:
     rotary = sum(rope.rotary_dim for rope in spec.ropes)
     # Of a search for the highest logit: the quantized row, what is unknown of it by group and by slice.
     streamed = run.residency is not None and run.residency.streamed_head
-    search = 0 if streamed or spec.logit_softcap else hidden // 32 * (208 + 4 + 16)
-    # Rows in float32, three times as int8 with 20 bytes more for 32 of them, the rotary tables, positions.
+    search = 0 if streamed or spec.logit_softcap else hidden // 32 * (224 + 4 + 16)
+    # Rows in float32, three times as int8 with 24 bytes more for 32 of them, the rotary tables, positions.
     token = 4 * (hidden + wide + q) + 3 * _quantized(widest) + 4 * rotary + 8
     return (
         tokens * token
@@ -144,7 +144,7 @@ def _scratch(spec: ModelSpec, widest: int) -> int:
 
 def _copies(hidden: int, columns: int) -> int:
     """Of one thread, for steps of one token: its residual, and inputs of linear layers."""
-    return 4 * hidden + 3 * padded(columns // 32 * 208, 64)
+    return 4 * hidden + 3 * padded(columns // 32 * 224, 64)
 
 
 def _parts(run: RunSettings) -> int:
@@ -155,7 +155,7 @@ def _parts(run: RunSettings) -> int:
 
 
 def _quantized(columns: int) -> int:
-    return columns * 13 // 8  # 208 bytes for four tokens of 32
+    return columns * 7 // 4  # 224 bytes for four tokens of 32
 
 
 def _page_bytes(spec: ModelSpec, kv_dtype: KvDtype) -> int:

@@ -101,15 +101,16 @@ struct TilePlaces {
     int count;
 };
 
-// Quantized activations: per block of 4 tokens and slice, 208 bytes: s8 [4][32], f32 scale [4], i32 minus the
+// Quantized activations: per block of 4 tokens and slice, 224 bytes: s8 [4][32], f32 scale [4], i32 minus the
 // sum of the slice [4], and what spares the matrix product work: f32 minus kDotBias times the scale [4], and
 // what an integer accumulator starts from, kDotBias's bits minus the zero point times the sum, i32 [4], for
-// the zero points 8 and 128.
+// the zero points 8, 16 and 128.
 constexpr int kActivationScales = kBlockTokens * kSlice;
 constexpr int kActivationMinusSums = kActivationScales + kBlockTokens * 4;
 constexpr int kActivationOffsets = kActivationMinusSums + kBlockTokens * 4;
 constexpr int kActivationStarts8 = kActivationOffsets + kBlockTokens * 4;
-constexpr int kActivationStarts128 = kActivationStarts8 + kBlockTokens * 4;
+constexpr int kActivationStarts16 = kActivationStarts8 + kBlockTokens * 4;
+constexpr int kActivationStarts128 = kActivationStarts16 + kBlockTokens * 4;
 constexpr int kActivationBytes = kActivationStarts128 + kBlockTokens * 4;
 
 // Integer sums begin at the bits of 1.5 * 2^23: as a float those of a sum under 2^22 are kDotBias + sum, with

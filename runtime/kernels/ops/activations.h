@@ -41,6 +41,7 @@ inline void quantize(const float* row, int token, Activations out) {
         put(kActivationMinusSums, minus_sum);
         put(kActivationOffsets, -kDotBias * scale);
         put(kActivationStarts8, kDotBiasBits + 8 * minus_sum);
+        put(kActivationStarts16, kDotBiasBits + 16 * minus_sum);
         put(kActivationStarts128, kDotBiasBits + 128 * minus_sum);
     }
 }
@@ -54,9 +55,10 @@ struct TokenSlice {
     float scale() const { return number<float>(kActivationScales); }
     float offset() const { return number<float>(kActivationOffsets); }
     int32_t minus_sum() const { return number<int32_t>(kActivationMinusSums); }
-    int32_t start(bool whole_bytes) const {
-        return number<int32_t>(whole_bytes ? kActivationStarts128 : kActivationStarts8);
-    }
+    // For the zero points 8, 16 and 128.
+    int32_t start8() const { return number<int32_t>(kActivationStarts8); }
+    int32_t start16() const { return number<int32_t>(kActivationStarts16); }
+    int32_t start128() const { return number<int32_t>(kActivationStarts128); }
 
   private:
     template <typename Number>

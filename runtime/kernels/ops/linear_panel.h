@@ -1,7 +1,7 @@
 // The matrix product for many tokens. Included inside the namespace of an instruction set.
 
 // A panel of 4 tiles is unpacked, a chunk of slices at a time, into a buffer that stays in
-// cache: per slice [8][4 tiles][64] bytes, then per tile the float scales, and zero points or minima.
+// cache: per slice [8][4 tiles][64] bytes, then per tile the float scales, and 8-bit zero points or minima.
 constexpr int kPanelWeights = 8 * kPanelTiles * 64;
 constexpr int kPanelSlice = kPanelWeights + kPanelTiles * 128;
 constexpr int kChunkSlices = 18;
@@ -28,12 +28,13 @@ void unpack_panel(const PackedLinear& w, int tile_begin, int tiles, int slice_be
                 header_at + header_bytes + static_cast<size_t>(s - group * per_group) * slice_bytes;
             Bytes weights[8];
             unpack_slice<kBits, kKind>(p, lower + static_cast<size_t>(s) * slice_bytes, weights);
-            for (int j = 0; j < 8; ++j) store_bytes(slice + (j * kPanelTiles + n) * 64, weights[j]);
             const Header header = read_header<kBits, kKind>(header_at);
+            centre<kBits, kKind>(header, weights);
+            for (int j = 0; j < 8; ++j) store_bytes(slice + (j * kPanelTiles + n) * 64, weights[j]);
             uint8_t* scales = slice + kPanelWeights;
             store(reinterpret_cast<float*>(scales + n * 64), header.scale);
             uint8_t* offsets = scales + kPanelTiles * 64 + n * 64;
-            if constexpr (kKind == WeightKind::kZeroPoint) {
+            if constexpr (kKind == WeightKind::kZeroPoint && !kCentres<kBits, kKind>) {
                 store_int(reinterpret_cast<int32_t*>(offsets), header.zero);
             }
             if constexpr (kKind == WeightKind::kMinimum)
@@ -82,7 +83,7 @@ void micro_kernel(const uint8_t* panel, const uint8_t* block, int token, int sli
 #pragma GCC unroll 4
         for (int n = 0; n < kTiles; ++n) {
             const uint8_t* offsets = scales + kPanelTiles * 64 + n * 64;
-            if constexpr (kKind == WeightKind::kZeroPoint) {
+            if constexpr (kKind == WeightKind::kZeroPoint && !kCentres<kBits, kKind>) {
                 header[n].zero = load_int(reinterpret_cast<const int32_t*>(offsets));
             }
         }
@@ -90,7 +91,7 @@ void micro_kernel(const uint8_t* panel, const uint8_t* block, int token, int sli
         for (int i = 0; i < kTokens; ++i) {
             const TokenSlice input{block, token + i};
 #pragma GCC unroll 4
-            for (int n = 0; n < kTiles; ++n) dot[i][n] = initial<kBits, kKind>(input, header[n]);
+            for (int n = 0; n < kTiles; ++n) dot[i][n] = initial_centred<kBits, kKind>(input, header[n]);
         }
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j) {

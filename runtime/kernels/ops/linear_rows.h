@@ -92,6 +92,7 @@ inline void one_token(const PackedLinear& w, const TilePlaces& places, Activatio
 template <int kBits, WeightKind kKind, int kStreams, int kTokens>
 inline void few_tokens(const PackedLinear& w, const TilePlaces& places, Activations x, int token, float* y,
                        size_t stride, int tile) {
+    constexpr bool kCentred = kTokens > 4;
     TileStreams<kBits, kKind, kStreams> streams(w, places, tile);
     const int slices = w.slices();
     const size_t block_stride = static_cast<size_t>(x.slices) * kActivationBytes;
@@ -104,8 +105,10 @@ inline void few_tokens(const PackedLinear& w, const TilePlaces& places, Activati
         streams.next();
         Bytes weights[kStreams][8];
 #pragma GCC unroll 4
-        for (int n = 0; n < kStreams; ++n)
+        for (int n = 0; n < kStreams; ++n) {
             unpack_slice<kBits, kKind>(streams.at[n], streams.lower_at[n], weights[n]);
+            if constexpr (kCentred) centre<kBits, kKind>(streams.header[n], weights[n]);
+        }
 #pragma GCC unroll 8
         for (int i = 0; i < kTokens; ++i) {
             const TokenSlice input{block + i / kBlockTokens * block_stride, i % kBlockTokens};
@@ -113,7 +116,8 @@ inline void few_tokens(const PackedLinear& w, const TilePlaces& places, Activati
             I32 dot[kStreams];
 #pragma GCC unroll 4
             for (int n = 0; n < kStreams; ++n) {
-                dot[n] = initial<kBits, kKind>(input, streams.header[n]);
+                dot[n] = kCentred ? initial_centred<kBits, kKind>(input, streams.header[n])
+                                  : initial<kBits, kKind>(input, streams.header[n]);
             }
 #pragma GCC unroll 8
             for (int j = 0; j < 8; ++j) {

@@ -120,6 +120,12 @@ inline Bytes join_high_nibbles(Bytes upper, Bytes lower) {
     return {join_half(upper.a, _mm256_srli_epi16(lower.a, 4)),
             join_half(upper.b, _mm256_srli_epi16(lower.b, 4))};
 }
+inline Bytes sub_bytes(Bytes x, Bytes y) { return {_mm256_sub_epi8(x.a, y.a), _mm256_sub_epi8(x.b, y.b)}; }
+inline Bytes spread_bytes(I32 x) {
+    const __m128i lowest = _mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0);
+    const __m256i all = _mm256_broadcastsi128_si256(lowest);
+    return {_mm256_shuffle_epi8(x.a, all), _mm256_shuffle_epi8(x.b, all)};
+}
 inline Bytes look_up(const uint8_t (&table)[16], Bytes codes) {
     const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
     return {_mm256_shuffle_epi8(all, codes.a), _mm256_shuffle_epi8(all, codes.b)};
@@ -136,7 +142,7 @@ inline __m256i dot4_half(__m256i acc, __m256i weights, __m256i activations) {
     return _mm256_dpbusd_avx_epi32(acc, weights, activations);
 #else
     const __m256i ones = _mm256_set1_epi16(1);
-    if constexpr (!kEightBits) {  // 2 * 15 * 127 fits in 16 bits
+    if constexpr (!kEightBits) {  // 2 * 31 * 127 fits in 16 bits
         return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, activations), ones));
     } else {
         // 2 * 255 * 127 does not: the even and the odd bytes are widened and multiplied apart.

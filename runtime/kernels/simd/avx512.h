@@ -86,6 +86,12 @@ inline Bytes join_low_nibbles(Bytes upper, Bytes lower) {
 inline Bytes join_high_nibbles(Bytes upper, Bytes lower) {
     return {_mm512_ternarylogic_epi64(upper.v, _mm512_srli_epi16(lower.v, 4), _mm512_set1_epi8(15), 0xD8)};
 }
+inline Bytes sub_bytes(Bytes a, Bytes b) { return {_mm512_sub_epi8(a.v, b.v)}; }
+// The lowest byte of each lane in all four of it.
+inline Bytes spread_bytes(I32 a) {
+    const __m512i lowest = _mm512_broadcast_i32x4(_mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0));
+    return {_mm512_shuffle_epi8(a.v, lowest)};
+}
 // table[code], for codes under 16.
 inline Bytes look_up(const uint8_t (&table)[16], Bytes codes) {
     const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));

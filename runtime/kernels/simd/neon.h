@@ -142,6 +142,16 @@ inline Bytes join_low_nibbles(Bytes upper, Bytes lower) {
 inline Bytes join_high_nibbles(Bytes upper, Bytes lower) {
     return quarters<Bytes>([&](int i) { return vsriq_n_u8(upper.v[i], lower.v[i], 4); });
 }
+inline Bytes sub_bytes(Bytes x, Bytes y) {
+    return quarters<Bytes>([&](int i) { return vsubq_u8(x.v[i], y.v[i]); });
+}
+inline Bytes spread_bytes(I32 x) {
+    const uint32x4_t ones = vdupq_n_u32(0x01010101);
+    return quarters<Bytes>([&](int i) {
+        const uint32x4_t lowest = vandq_u32(vreinterpretq_u32_s32(x.v[i]), vdupq_n_u32(255));
+        return vreinterpretq_u8_u32(vmulq_u32(lowest, ones));
+    });
+}
 inline Bytes look_up(const uint8_t (&table)[16], Bytes codes) {
     return quarters<Bytes>([&](int i) { return vqtbl1q_u8(vld1q_u8(table), codes.v[i]); });
 }

@@ -146,6 +146,15 @@ inline Bytes join_high_nibbles(Bytes upper, Bytes lower) {
     for (int i = 0; i < 64; ++i) upper.v[i] = static_cast<uint8_t>((upper.v[i] & 240) | lower.v[i] >> 4);
     return upper;
 }
+inline Bytes sub_bytes(Bytes a, Bytes b) {
+    for (int i = 0; i < 64; ++i) a.v[i] = static_cast<uint8_t>(a.v[i] - b.v[i]);
+    return a;
+}
+inline Bytes spread_bytes(I32 x) {
+    Bytes a;
+    for (int i = 0; i < 64; ++i) a.v[i] = static_cast<uint8_t>(x.v[i / 4]);
+    return a;
+}
 inline Bytes look_up(const uint8_t (&table)[16], Bytes codes) {
     for (uint8_t& x : codes.v) x = table[x];
     return codes;
