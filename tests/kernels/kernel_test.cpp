@@ -2,8 +2,8 @@
 //
 // Without arguments: every instruction set this CPU has, what must hold in it, and the same bits as scalar.
 // --list: their names, best first.
-// --digest NAME [PART...]: a digest of one set's results, to compare between machines. Parts are
-// elementwise, linear, attention, decoder, experts, sampler and stream; where none is named, all.
+// --digest NAME [PART...]: a digest of one set's results, to compare between machines. Parts are those of
+// kParts; where none is named, all.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -77,11 +77,14 @@ struct {
 Results run(const std::string& name, const std::vector<std::string>& parts = {}) {
     const nybble::Kernels& kernels = nybble::select_kernels(name);
     Results results;
+    size_t found = 0;
     for (const auto& part : kParts) {
         if (parts.empty() || std::find(parts.begin(), parts.end(), part.name) != parts.end()) {
             part.run(kernels, results);
+            ++found;
         }
     }
+    check(parts.empty() || found == parts.size(), "every part named is one, and is named once");
     return results;
 }
 
