@@ -92,7 +92,7 @@ inline void one_token(const PackedLinear& w, const TilePlaces& places, Activatio
 template <int kBits, WeightKind kKind, int kStreams, int kTokens>
 inline void few_tokens(const PackedLinear& w, const TilePlaces& places, Activations x, int token, float* y,
                        size_t stride, int tile) {
-    constexpr bool kCentred = kTokens > 4;
+    constexpr bool kCentred = kTokens > 4;  // for fewer it costs more than it saves
     TileStreams<kBits, kKind, kStreams> streams(w, places, tile);
     const int slices = w.slices();
     const size_t block_stride = static_cast<size_t>(x.slices) * kActivationBytes;
