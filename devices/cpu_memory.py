@@ -29,6 +29,8 @@ SAMPLING_PER_TOKEN = 48
 SAMPLER_PER_TOKEN = 16
 # Of each thread at least: a panel of unpacked weights and its results.
 PANEL = 256 * 1024
+# Quantized activations of four tokens and 32 inputs (runtime/kernels/layout.h).
+ACTIVATION = 224
 # Rows of the head whose halves lie together.
 HEAD_BLOCK = 64
 
@@ -93,7 +95,7 @@ def step_bytes(run: RunSettings) -> int:
     rotary = sum(rope.rotary_dim for rope in spec.ropes)
     # Of a search for the highest logit: the quantized row, what is unknown of it by group and by slice.
     streamed = run.residency is not None and run.residency.streamed_head
-    search = 0 if streamed or spec.logit_softcap else hidden // 32 * (224 + 4 + 16)
+    search = 0 if streamed or spec.logit_softcap else hidden // 32 * (ACTIVATION + 4 + 16)
     # Rows in float32, three times as int8 with 24 bytes more for 32 of them, the rotary tables, positions.
     token = 4 * (hidden + wide + q) + 3 * _quantized(widest) + 4 * rotary + 8
     return (
@@ -144,7 +146,7 @@ def _scratch(spec: ModelSpec, widest: int) -> int:
 
 def _copies(hidden: int, columns: int) -> int:
     """Of one thread, for steps of one token: its residual, and inputs of linear layers."""
-    return 4 * hidden + 3 * padded(columns // 32 * 224, 64)
+    return 4 * hidden + 3 * padded(columns // 32 * ACTIVATION, 64)
 
 
 def _parts(run: RunSettings) -> int:
@@ -155,7 +157,7 @@ def _parts(run: RunSettings) -> int:
 
 
 def _quantized(columns: int) -> int:
-    return columns * 7 // 4  # 224 bytes for four tokens of 32
+    return columns * ACTIVATION // (4 * 32)
 
 
 def _page_bytes(spec: ModelSpec, kv_dtype: KvDtype) -> int:

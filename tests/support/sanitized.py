@@ -20,6 +20,8 @@ def build_sanitized(folder: Path) -> None:
 
 
 def compiled_kernels(folder: Path) -> list[Path]:
-    """What the kernels' sources were compiled to, without the bindings."""
-    found = folder.glob("build/CMakeFiles/_kernels.dir/runtime/kernels/**/*.o")
+    """What the kernels' sources were compiled to, without the bindings; all of it watched."""
+    found = sorted(folder.glob("build/CMakeFiles/_kernels.dir/runtime/kernels/**/*.o"))
+    assert found
+    assert [path.name for path in found if b"__asan_init" not in path.read_bytes()] == []
     return [path for path in found if "bindings" not in path.name]
