@@ -186,6 +186,35 @@ def test_importing_nybble_is_light(touch, tmp_path):
     assert json.loads(result.stdout) == []
 
 
+COLLECTED = """
+import gc, json
+import nybble
+{before}
+passes = []
+gc.callbacks.append(lambda phase, about: passes.append(phase))
+nybble.LLM
+during = len(passes)
+young = len(gc.get_objects(generation=0)) + len(gc.get_objects(generation=1))
+print(json.dumps([during, young < 1000, gc.isenabled(), gc.get_freeze_count() > 0]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ("", [0, True, True, False]),
+        ("gc.disable()", [0, False, False, False]),
+        ("gc.freeze()", [0, False, True, True]),
+    ],
+)
+def test_imports_are_not_looked_through_for_garbage(before, expected, tmp_path):
+    # What a program has set of its own stays: no collections at all, or objects kept out of them.
+    command = [sys.executable, "-c", COLLECTED.format(before=before)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == expected
+
+
 def test_the_public_names_are_there():
     import nybble
 
