@@ -1,5 +1,6 @@
 """`bench`: how fast a model runs here, and how close that is to what the machine can do."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from .models.spec import ModelSpec
 from .quant.recipe import Recipe
 from .records import dataclass
 from .runnable import open_runnable
+from .runtime.batch import Batch
 from .runtime.cpu_executor import CpuExecutor
 from .runtime.engine import build_batch
 from .runtime.executor import Executor, KvDtype
@@ -40,7 +42,7 @@ from .runtime.sequence import Sequence as Running
 Report = Callable[[str, int, int], None]
 
 SEED = 1  # of the token ids
-DECODE_STEPS = 8  # of a repetition: what is measured at a length is these steps from it on
+DECODE_STEPS = 8  # of a repetition, in one call where there is one: a length is measured from it on
 PREFILL, DECODE, SEQUENCES = (128, 512, 2048), (0, 512, 2048), (1, 4, 8)
 
 
@@ -66,14 +68,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """A case's figures. Seconds are the median of a whole prefill, or of one decode step. Energy is that of
-    the whole system, over all repetitions."""
+    """A case's figures. Seconds are the median of a whole prefill, or of one decode step of greedy answers.
+    Energy is that of the whole system, over all repetitions."""
 
     case: Case
     threads: int
     tokens: int  # computed in those seconds
     seconds: float
-    bytes: int  # of weights and cache that have to be read for it
+    bytes: int  # of weights and cache that were read for it, each once a step
     operations: int  # of the linear layers; multiply and add are two
     joules_per_token: float | None = None  # None where the system doesn't tell
     watts: float | None = None
@@ -275,6 +277,7 @@ class Runner:
         self._meter = meter or PowerMeter()
         self._executor: Executor = loaded.executor
         self._step_tokens = loaded.max_batch_tokens
+        self._skipped: list[int] = []  # bytes of weights that decode steps did without
         spec, layout = self._executor.spec, self._executor.kv_layout
         context = max(case.context for case in cases)
         self._ids = np.random.default_rng(SEED).integers(0, spec.vocab_size, context).tolist()
@@ -294,12 +297,24 @@ class Runner:
         self._fill(max((case.length for case in cases if case.phase == "decode"), default=0))
 
     def run(self, case: Case) -> list[float]:
-        """Seconds of a whole prefill, or of each of `DECODE_STEPS` steps."""
-        return self._prefill(case) if case.phase == "prefill" else self._decode(case)
+        """Seconds of a whole prefill, or of each of `DECODE_STEPS` steps as greedy answers take them: in one
+        call of an executor that has such, in equal parts of its time."""
+        if case.phase == "prefill":
+            return self._prefill(case)
+        return self._decode(case) if self._executor.decode_steps >= DECODE_STEPS else self.run_steps(case)
+
+    def run_steps(self, case: Case) -> list[float]:
+        """Seconds of each of `DECODE_STEPS` steps with all logits, a call each."""
+        sequences = self._sequences[: case.sequences]
+        return [
+            self._step(sequences, length + 1, length, 1)
+            for length in range(case.length, case.length + DECODE_STEPS)
+        ]
 
     def measure(self, case: Case, threads: int, repeat: int) -> Row:
         """Medians of `repeat` runs after one that is not counted."""
         self.run(case)
+        self._skipped.clear()
         before = read_heat()
         with self._meter.measure() as energy:
             seconds = [taken for _ in range(repeat) for taken in self.run(case)]
@@ -312,7 +327,8 @@ class Runner:
             operations = linear_operations(spec, case.length, 1)
         else:
             cached = sum(self._cached_bytes(case.length + step) for step in range(DECODE_STEPS))
-            tokens, read = case.sequences, weights + case.sequences * cached // DECODE_STEPS
+            skipped = int(statistics.median(self._skipped or [0]))
+            tokens, read = case.sequences, weights - skipped + case.sequences * cached // DECODE_STEPS
             operations = linear_operations(spec, case.sequences, case.sequences)
         return Row(
             case,
@@ -346,20 +362,24 @@ class Runner:
         return [seconds]
 
     def _decode(self, case: Case) -> list[float]:
-        sequences = self._sequences[: case.sequences]
-        return [
-            self._step(sequences, length + 1, length, 1)
-            for length in range(case.length, case.length + DECODE_STEPS)
-        ]
+        batch = self._batch(self._sequences[: case.sequences], case.length + 1, case.length, 1)
+        begin = time.perf_counter()
+        chosen = self._executor.decode(batch, DECODE_STEPS, (), math.inf)
+        seconds = time.perf_counter() - begin
+        self._skipped.append(self._executor.skipped_bytes // len(chosen))
+        return [seconds / len(chosen)] * len(chosen)
 
     def _step(self, sequences: list[Running], length: int, start: int, count: int) -> float:
         """Seconds of a step of `count` tokens from `start` on, of sequences of `length` tokens."""
-        for sequence in sequences:
-            sequence.tokens, sequence.computed = self._ids[:length], start
-        batch = build_batch([Chunk(sequence, count) for sequence in sequences])
+        batch = self._batch(sequences, length, start, count)
         begin = time.perf_counter()
         self._executor.step(batch)
         return time.perf_counter() - begin
+
+    def _batch(self, sequences: list[Running], length: int, start: int, count: int) -> Batch:
+        for sequence in sequences:
+            sequence.tokens, sequence.computed = self._ids[:length], start
+        return build_batch([Chunk(sequence, count) for sequence in sequences])
 
     def _cached_bytes(self, tokens: int) -> int:
         """Bytes of one sequence's cache that a step after `tokens` tokens reads."""

@@ -20,9 +20,9 @@ Examples:
   nybble bench smollm2-int4 --threads 1,2 --prefill 512 --decode 0,4000 --plot speed.png
   nybble bench smollm2-int4 --executor ort --json
 
-MB are those of weights and cache that have to be read, GOP the linear layers' operations. Bandwidth and int8
-peak are their shares of what this machine was measured to do with as many threads. J/token and W are the
-whole system's, where it tells.
+Decodes are those of greedy answers, several steps in a call. MB are those of weights and cache that were
+read, GOP the linear layers' operations. Bandwidth and int8 peak are their shares of what this machine was
+measured to do with as many threads. J/token and W are the whole system's, where it tells.
 """
 
 COLUMNS = (
