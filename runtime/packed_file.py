@@ -39,6 +39,7 @@ from ..errors import ModelFormatError
 from ..models.config_reader import parse_json_object
 from ..models.spec import ModelSpec
 from .packed_weights import (
+    HALVES,
     KIND_BITS,
     LAYOUT_VERSION,
     SLICE,
@@ -322,7 +323,7 @@ def _checked_preamble(raw: bytes, digest: str) -> Preamble:
 def _expected_sections(spec: ModelSpec, found: Any, end: int) -> list[dict[str, Any]]:
     """The table as this model and the forms of the linear layers in `found` make it; of `found`, a form and a
     CRC-32 are all that is taken over."""
-    sections, at = [], PAGE
+    sections, at, ends = [], PAGE, (spec.embedding_name, spec.head_name)
     for number, shapes in enumerate(sections_of(spec)):
         start, tensors = at, {}
         for name, shape in shapes.items():
@@ -332,9 +333,9 @@ def _expected_sections(spec: ModelSpec, found: Any, end: int) -> list[dict[str, 
                 form = _form(
                     *shape, *(_number(entries[name], key) for key in ("bits", "kind", "slices_per_group"))
                 )
-                _check_form(name, form)
+                _check_form(name, form, in_halves=name in ends)
                 parts = [(name, tiles_bytes(**form), form)]
-                if f"{name}.permutation" in entries:
+                if f"{name}.permutation" in entries and name not in ends:
                     parts.append((f"{name}.permutation", 4 * shape[1], {}))
             for part, size, about in parts:
                 at += -at % ALIGNMENT
@@ -355,9 +356,10 @@ def _number(entry: Any, key: str) -> int:
     return value
 
 
-def _check_form(name: str, form: dict[str, int]) -> None:
+def _check_form(name: str, form: dict[str, int], *, in_halves: bool) -> None:
     slices = -(-form["columns"] // SLICE)
-    if form["bits"] not in KIND_BITS.get(form["kind"], ()) or not 1 <= form["slices_per_group"] <= slices:
+    known = form["bits"] in KIND_BITS.get(form["kind"], ()) and (form["kind"] == HALVES) == in_halves
+    if not known or not 1 <= form["slices_per_group"] <= slices:
         raise UnusableFile(f"its tensor {name} has a form that no tile has")
 
 

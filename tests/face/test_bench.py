@@ -61,8 +61,8 @@ def test_bytes_and_operations_are_those_of_the_model(tiny_artifact: Path) -> Non
     weights = 2 * (layer // 2 + 2 * groups) + 512 * 64 + 2 * 512 * 2
     cached = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, head_dim, f16: of a token
     found = {(row.case.phase, row.case.length, row.case.sequences): row for row in result.rows}
-    # Eight steps, so on average three and a half more tokens than at the first. One greedy answer does without
-    # some of the head's lower halves.
+    # Eight steps, so on average three and a half more tokens than at the first. One greedy answer does
+    # without some of the head's lower halves.
     assert 0 <= weights + int(3.5 * cached) - found["decode", 0, 1].bytes <= 512 * 64 // 2
     assert found["decode", 33, 2].bytes == weights + int(2 * 36.5 * cached)
     assert found["prefill", 120, 1].bytes == weights

@@ -19,6 +19,7 @@ from packed_files import DIGEST, PREAMBLE, NoWeights, assert_same, mapped, with_
 from nybble.errors import ModelFormatError
 from nybble.quant.packing import QuantizedTensor
 from nybble.runtime.packed_cache import cache_files, check_packed, load_packed
+from nybble.runtime.packed_weights import KIND_BITS
 
 
 def rebuilt(folder: Path, content: bytes, weights: Weights, good: bytes, caplog: Any) -> str:
@@ -179,6 +180,19 @@ def test_a_hostile_table_maps_nothing(
         return
     entry[key] = value
     rebuilt(tmp_path, with_table(good, json.dumps(table).encode()), weights, good, caplog)
+
+
+def test_no_other_kind_of_tiles_passes_for_a_tensors(
+    weights: Weights, good: bytes, tmp_path: Path, caplog: Any
+) -> None:
+    """Also one of the same size: embedding and head are in halves, and nothing else is."""
+    for section, of_section in enumerate(table_of(good)[1]["sections"]):
+        for name, entry in of_section["tensors"].items():
+            for kind in KIND_BITS if "kind" in entry else ():
+                _, table = table_of(good)
+                if table["sections"][section]["tensors"][name]["kind"] != kind:
+                    table["sections"][section]["tensors"][name]["kind"] = kind
+                    rebuilt(tmp_path, with_table(good, json.dumps(table).encode()), weights, good, caplog)
 
 
 def test_tensors_too_many_or_too_few_in_the_table(
