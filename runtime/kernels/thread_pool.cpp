@@ -20,6 +20,10 @@ constexpr auto kSpinBetweenSteps = std::chrono::microseconds(1500);
 // waiting for this one, as threads do that were woken on one processor.
 constexpr auto kSpinAlone = std::chrono::microseconds(5);
 constexpr int kPausesPerLook = 64;  // between two looks at the clock
+// Where so many waits in a row found the thread that they wait for without a processor, this one's may be
+// what it lacks: the next ones soon sleep, and then another one looks for long again.
+constexpr int kWaitsInVain = 4, kBriefWaits = 32;
+constexpr auto kSpinBriefly = std::chrono::microseconds(5);
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -29,17 +33,19 @@ inline void pause() {
 #endif
 }
 
-void wait_while(const std::atomic<uint32_t>& value, uint32_t old, std::chrono::microseconds spin,
+// Whether it saw the value change before it slept.
+bool wait_while(const std::atomic<uint32_t>& value, uint32_t old, std::chrono::microseconds spin,
                 bool yields = false) {
     const auto begin = std::chrono::steady_clock::now();
     for (auto passed = begin - begin; passed < spin; passed = std::chrono::steady_clock::now() - begin) {
         if (yields && passed > kSpinAlone) std::this_thread::yield();
         for (int i = 0; i < kPausesPerLook; ++i) {
-            if (value.load(std::memory_order_acquire) != old) return;
+            if (value.load(std::memory_order_acquire) != old) return true;
             pause();
         }
     }
     while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
+    return false;
 }
 
 }  // namespace
@@ -89,7 +95,7 @@ void ThreadPool::abandon() {
 
 void ThreadPool::loop(int thread, uint32_t seen) {
     for (;;) {
-        wait_while(generation_, seen, kSpinBetweenSteps);
+        wait_while(generation_, seen, crowded() ? kSpinBriefly : kSpinBetweenSteps);
         seen = generation_.load(std::memory_order_acquire);
         if (stop_) return;
         work_(context_, thread);
@@ -119,7 +125,27 @@ void ThreadPool::barrier() {
         phase_.store(phase + 1);
         phase_.notify_all();
     } else {
-        wait_while(phase_, phase, kSpinInStep, yields_);
+        wait_for_others(phase);
+    }
+}
+
+// The counts are rough: several threads may wait.
+void ThreadPool::wait_for_others(uint32_t phase) {
+    const int brief = brief_waits_.load(std::memory_order_relaxed);
+    if (brief > 0) {
+        brief_waits_.store(brief - 1, std::memory_order_relaxed);
+        wait_while(phase_, phase, kSpinBriefly);
+        return;
+    }
+    const bool in_vain = !wait_while(phase_, phase, kSpinInStep, yields_);
+    if (yields_) return;  // these wait for a disk
+    const int before = waits_in_vain_.load(std::memory_order_relaxed);
+    if (!in_vain) {
+        if (before > 0) waits_in_vain_.store(0, std::memory_order_relaxed);
+    } else if (before + 1 < kWaitsInVain) {
+        waits_in_vain_.store(before + 1, std::memory_order_relaxed);
+    } else {
+        brief_waits_.store(kBriefWaits, std::memory_order_relaxed);
     }
 }
 

@@ -31,11 +31,15 @@ class ThreadPool {
     // Inside `run`: returns when every thread has arrived.
     void barrier();
 
+    // Whether waits are brief because others want the processors.
+    bool crowded() const { return brief_waits_.load(std::memory_order_relaxed) > 0; }
+
   private:
     void start();
     void stop();
     void abandon();
     void loop(int thread, uint32_t seen);
+    void wait_for_others(uint32_t phase);
 
     const int threads_;
     int running_;
@@ -48,6 +52,8 @@ class ThreadPool {
     alignas(64) std::atomic<uint32_t> generation_{0};
     alignas(64) std::atomic<uint32_t> arrived_{0};
     alignas(64) std::atomic<uint32_t> phase_{0};
+    alignas(64) std::atomic<int> waits_in_vain_{0};  // the last ones in a row
+    std::atomic<int> brief_waits_{0};                // that are to come
 };
 
 }  // namespace nybble

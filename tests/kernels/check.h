@@ -129,5 +129,6 @@ void test_decoder(const nybble::Kernels& kernels, Results& results);
 void test_experts(const nybble::Kernels& kernels, Results& results);
 void test_sampler(const nybble::Kernels& kernels, Results& results);
 void test_stream(const nybble::Kernels& kernels, Results& results);
+void test_pool(const nybble::Kernels& kernels, Results& results);
 
 }  // namespace kernel_test

@@ -71,7 +71,7 @@ struct {
 } constexpr kParts[] = {
     {"elementwise", test_elementwise}, {"linear", test_linear},   {"head", test_head},
     {"attention", test_attention},     {"decoder", test_decoder}, {"experts", test_experts},
-    {"sampler", test_sampler},         {"stream", test_stream}};
+    {"sampler", test_sampler},         {"stream", test_stream},   {"pool", test_pool}};
 
 // The named parts, or all where none is named.
 Results run(const std::string& name, const std::vector<std::string>& parts = {}) {

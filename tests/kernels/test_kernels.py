@@ -27,7 +27,7 @@ JOBS = 2
 PROGRAM = "kernel_test"
 # The program's parts: what an instruction set does alone, and what threads do together.
 ALONE = ("elementwise", "linear", "attention", "experts", "sampler")
-TOGETHER = ("head", "decoder", "stream")
+TOGETHER = ("head", "decoder", "stream", "pool")
 
 Build = Callable[..., Path]
 
