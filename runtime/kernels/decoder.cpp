@@ -62,6 +62,7 @@ Decoder::Decoder(DecoderConfig config, DecoderWeights weights, int threads, cons
       kernels_(kernels),
       pool_(threads, stream_ != nullptr),
       pace_(threads),
+      crowd_pace_(threads),
       plan_(config_, threads),
       buffers_(config_, plan_, threads, scratch_of_thread(config_, kernels)),
       experts_(config_, separate_up(weights_)),
@@ -111,14 +112,17 @@ void Decoder::step(const StepInput& input, float* logits, RowWork* row_work) {
     wanted_ = {buffers_.picked.floats(), input.rows, input.logit_rows};
     if (input.tokens == 0) return;
     if (stream_ != nullptr) return step_with_stream();
-    pool_.run(run_of, this);
+    const auto begin = std::chrono::steady_clock::now();
+    pool_.run(run_of, this, crowd_pace_.threads(input.tokens));
+    const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
+    crowd_pace_.note(input.tokens, passed.count(), pool_.seconds_asleep());
 }
 
 void Decoder::step_with_stream() {
     const bool alone = pace_.alone(input_->tokens);
     const auto begin = std::chrono::steady_clock::now();
     stream_->begin_step(input_->rows > 0, input_->tokens);
-    pool_.run(run_of, this, alone);
+    pool_.run(run_of, this, alone ? 1 : pool_.size());
     stream_->end_step();
     const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
     pace_.note(input_->tokens, alone, passed.count(), stream_->seconds_waited());

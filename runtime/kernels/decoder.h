@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "aligned_buffer.h"
+#include "crowd_pace.h"
 #include "decoder_weights.h"
 #include "experts.h"
 #include "head_search.h"
@@ -156,6 +157,7 @@ class Decoder {
     const Kernels& kernels_;
     ThreadPool pool_;
     StreamPace pace_;
+    CrowdPace crowd_pace_;
 
     KvShape kv_shape_;
     int num_blocks_ = 0;

@@ -24,6 +24,7 @@ constexpr int kPausesPerLook = 64;  // between two looks at the clock
 // what it lacks: the next ones soon sleep, and then another one looks for long again.
 constexpr int kWaitsInVain = 4, kBriefWaits = 32;
 constexpr auto kSpinBriefly = std::chrono::microseconds(5);
+constexpr uint32_t kOneRun = 1 << 16;  // of `generation_`
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -33,19 +34,19 @@ inline void pause() {
 #endif
 }
 
-// Whether it saw the value change before it slept.
-bool wait_while(const std::atomic<uint32_t>& value, uint32_t old, std::chrono::microseconds spin,
-                bool yields = false) {
+// How long it waited where it did not see the value change before it slept; else nothing.
+std::chrono::nanoseconds wait_while(const std::atomic<uint32_t>& value, uint32_t old,
+                                    std::chrono::microseconds spin, bool yields = false) {
     const auto begin = std::chrono::steady_clock::now();
     for (auto passed = begin - begin; passed < spin; passed = std::chrono::steady_clock::now() - begin) {
         if (yields && passed > kSpinAlone) std::this_thread::yield();
         for (int i = 0; i < kPausesPerLook; ++i) {
-            if (value.load(std::memory_order_acquire) != old) return true;
+            if (value.load(std::memory_order_acquire) != old) return {};
             pause();
         }
     }
     while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
-    return false;
+    return std::chrono::steady_clock::now() - begin;
 }
 
 }  // namespace
@@ -80,7 +81,7 @@ void ThreadPool::start() {
 
 void ThreadPool::stop() {
     stop_ = true;
-    generation_.fetch_add(1);
+    generation_.fetch_add(kOneRun);
     generation_.notify_all();
     for (std::thread& worker : workers_) worker.join();
     workers_.clear();
@@ -94,31 +95,37 @@ void ThreadPool::abandon() {
 }
 
 void ThreadPool::loop(int thread, uint32_t seen) {
+    bool ran = true;
     for (;;) {
-        wait_while(generation_, seen, crowded() ? kSpinBriefly : kSpinBetweenSteps);
+        wait_while(generation_, seen, crowded() || !ran ? kSpinBriefly : kSpinBetweenSteps);
         seen = generation_.load(std::memory_order_acquire);
         if (stop_) return;
+        ran = thread < static_cast<int>(seen % kOneRun);
+        if (!ran) continue;
         work_(context_, thread);
         barrier();
     }
 }
 
-void ThreadPool::run(Work work, void* context, bool alone) {
-    running_ = alone ? 1 : threads_;
+void ThreadPool::run(Work work, void* context, int running) {
+    running_ = running;
+    asleep_.store(0, std::memory_order_relaxed);
     if (running_ == 1) return work(context, 0);
     if (pid_ != static_cast<int>(getpid())) start();
     work_ = work;
     context_ = context;
-    generation_.fetch_add(1);
+    const uint32_t runs = generation_.load(std::memory_order_relaxed) / kOneRun;
+    generation_.store((runs + 1) * kOneRun + static_cast<uint32_t>(running_));
     generation_.notify_all();
     work(context, 0);
     barrier();
 }
 
 void ThreadPool::barrier() {
-    if (running_ == 1) return;
+    const auto running = static_cast<uint32_t>(running_);  // not to be looked at after this one's arrival
+    if (running == 1) return;
     const uint32_t phase = phase_.load(std::memory_order_relaxed);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(threads_)) {
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == running) {
         arrived_.store(0, std::memory_order_relaxed);
         // Sequentially consistent: were it only a release, the look for waiters in notify_all could come
         // before it, and a thread that goes to sleep in between would not be woken.
@@ -132,13 +139,14 @@ void ThreadPool::barrier() {
 // The counts are rough: several threads may wait.
 void ThreadPool::wait_for_others(uint32_t phase) {
     const int brief = brief_waits_.load(std::memory_order_relaxed);
+    const auto asleep = wait_while(phase_, phase, brief > 0 ? kSpinBriefly : kSpinInStep, yields_);
+    const bool in_vain = asleep.count() > 0;
+    if (in_vain) asleep_.fetch_add(asleep.count(), std::memory_order_relaxed);
+    if (yields_) return;  // these wait for a disk
     if (brief > 0) {
         brief_waits_.store(brief - 1, std::memory_order_relaxed);
-        wait_while(phase_, phase, kSpinBriefly);
         return;
     }
-    const bool in_vain = !wait_while(phase_, phase, kSpinInStep, yields_);
-    if (yields_) return;  // these wait for a disk
     const int before = waits_in_vain_.load(std::memory_order_relaxed);
     if (!in_vain) {
         if (before > 0) waits_in_vain_.store(0, std::memory_order_relaxed);

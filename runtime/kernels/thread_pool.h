@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <thread>
 #include <vector>
 
@@ -21,9 +22,10 @@ class ThreadPool {
     int size() const { return threads_; }
 
     // Calls work(context, thread) for every thread, the caller as 0, and returns when all have. One caller at
-    // a time. `alone`: only for the caller; the others sleep on.
+    // a time. `running`: only for so many; the others sleep on.
     using Work = void (*)(void* context, int thread);
-    void run(Work work, void* context, bool alone = false);
+    void run(Work work, void* context, int running);
+    void run(Work work, void* context) { run(work, context, threads_); }
 
     // Inside `run`: how many threads it was called for.
     int running() const { return running_; }
@@ -33,6 +35,10 @@ class ThreadPool {
 
     // Whether waits are brief because others want the processors.
     bool crowded() const { return brief_waits_.load(std::memory_order_relaxed) > 0; }
+    // Of the last `run`: the seconds of all waits that did not end while a thread looked, added up.
+    double seconds_asleep() const {
+        return static_cast<double>(asleep_.load(std::memory_order_relaxed)) * 1e-9;
+    }
 
   private:
     void start();
@@ -49,11 +55,12 @@ class ThreadPool {
     Work work_ = nullptr;
     void* context_ = nullptr;
     bool stop_ = false;
-    alignas(64) std::atomic<uint32_t> generation_{0};
+    alignas(64) std::atomic<uint32_t> generation_{0};  // of runs; its lower half says how many threads run
     alignas(64) std::atomic<uint32_t> arrived_{0};
     alignas(64) std::atomic<uint32_t> phase_{0};
     alignas(64) std::atomic<int> waits_in_vain_{0};  // the last ones in a row
     std::atomic<int> brief_waits_{0};                // that are to come
+    std::atomic<int64_t> asleep_{0};                 // nanoseconds
 };
 
 }  // namespace nybble

@@ -1,13 +1,17 @@
+#include <algorithm>
 #include <chrono>
+#include <string>
 #include <thread>
 #include <vector>
 
+#include "../../runtime/kernels/crowd_pace.h"
 #include "../../runtime/kernels/thread_pool.h"
 #include "check.h"
 
 namespace kernel_test {
 namespace {
 
+using nybble::CrowdPace;
 using nybble::ThreadPool;
 
 // Phases in which every thread adds one to a count of its own; after each barrier all counts are the same.
@@ -16,11 +20,17 @@ class Phases {
     explicit Phases(int threads) : pool_(threads), counts_(threads) {}
 
     // Where `naps`, every thread but the caller's first sleeps for longer than one looks for it.
-    void run(int phases, bool naps) {
+    void run(int phases, bool naps, int running) {
         phases_ = phases;
         naps_ = naps;
-        pool_.run([](void* self, int thread) { static_cast<Phases*>(self)->run(thread); }, this);
+        for (Count& count : counts_) count.value = 0;
+        pool_.run([](void* self, int thread) { static_cast<Phases*>(self)->run(thread); }, this, running);
+        for (int i = 0; i < pool_.size(); ++i) {
+            check(counts_[i].value == (i < running ? phases : 0), "so many threads ran");
+        }
     }
+    void run(int phases, bool naps) { run(phases, naps, pool_.size()); }
+    double seconds_asleep() const { return pool_.seconds_asleep(); }
     bool crowded() const { return pool_.crowded(); }
 
   private:
@@ -33,7 +43,8 @@ class Phases {
             if (naps_ && thread > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
             ++counts_[thread].value;
             pool_.barrier();
-            for (const Count& count : counts_) check(count.value == counts_[0].value, "all have arrived");
+            for (int t = 0; t < pool_.running(); ++t)
+                check(counts_[t].value == counts_[0].value, "all have arrived");
             pool_.barrier();
         }
     }
@@ -44,23 +55,59 @@ class Phases {
     bool naps_ = false;
 };
 
+void check_pool(int threads) {
+    current_case() = "pool of " + std::to_string(threads);
+    Phases phases(threads);
+    for (int steps = 0; steps < 20; ++steps) phases.run(50, false);
+    for (int steps = 0; steps < 60; ++steps) phases.run(5, false, 1 + steps * 7 % threads);
+    if (threads == 1) {
+        check(!phases.crowded(), "nobody waits");
+        check(phases.seconds_asleep() == 0, "nobody sleeps");
+        return;
+    }
+    // Other work may hold the caller up, so that it does not wait.
+    for (int tries = 0; tries < 1000 && !phases.crowded(); ++tries) phases.run(8, true);
+    check(phases.crowded(), "waits in vain make the next ones brief");
+    check(phases.seconds_asleep() > 0, "a thread that waits in vain sleeps");
+    for (int tries = 0; tries < 1000 && phases.crowded(); ++tries) phases.run(1, false);
+    check(!phases.crowded(), "after brief waits one is long again");
+}
+
+// Steps on n threads take `seconds[n]` and sleep for a share of it where there are several. Returns on how
+// many threads most of `count` steps ran.
+int usual(CrowdPace& pace, int tokens, const std::vector<double>& seconds, double share, int count) {
+    std::vector<int> ran(seconds.size());
+    for (int i = 0; i < count; ++i) {
+        const int threads = pace.threads(tokens);
+        check(threads >= 1 && threads < static_cast<int>(seconds.size()), "so many threads there are");
+        ++ran[threads];
+        pace.note(tokens, seconds[threads], threads > 1 ? share * seconds[threads] : 0);
+    }
+    const int most = static_cast<int>(std::max_element(ran.begin(), ran.end()) - ran.begin());
+    check(ran[most] * 10 >= count * 8, "trials are few");
+    return most;
+}
+
+void check_pace() {
+    current_case() = "pace beside other work";
+    const std::vector<double> alone = {0, 1.0, 0.6, 0.45, 0.4}, beside_one = {0, 1.0, 0.6, 0.5, 1.2};
+    CrowdPace pace(4);
+    check(usual(pace, 1, alone, 0.01, 500) == 4, "all threads where nothing else runs");
+    check(usual(pace, 1, alone, 0.4, 500) == 4, "all threads where fewer are slower");
+    check(usual(pace, 1, beside_one, 0.4, 500) == 3, "one thread less beside one that is busy");
+    check(pace.threads(8) == 4 && pace.threads(100) == 4, "steps of other sizes are for themselves");
+    check(usual(pace, 1, {0, 1.0, 1.5, 1.6, 2.0}, 0.5, 500) == 1, "one thread where all others are slow");
+    check(usual(pace, 1, alone, 0.01, 1000) == 4, "all again when the others are gone");
+    check(usual(pace, 33, beside_one, 0.9, 100) == 4, "all threads for many tokens");
+    CrowdPace single(1);
+    check(usual(single, 1, {0, 1.0}, 0, 10) == 1, "one thread stays one");
+}
+
 }  // namespace
 
 void test_pool(const nybble::Kernels&, Results&) {
-    for (int threads = 1; threads <= 4; ++threads) {
-        current_case() = "pool of " + std::to_string(threads);
-        Phases phases(threads);
-        for (int steps = 0; steps < 20; ++steps) phases.run(50, false);
-        if (threads == 1) {
-            check(!phases.crowded(), "nobody waits");
-            continue;
-        }
-        // Other work may hold the caller up, so that it does not wait.
-        for (int tries = 0; tries < 1000 && !phases.crowded(); ++tries) phases.run(8, true);
-        check(phases.crowded(), "waits in vain make the next ones brief");
-        for (int tries = 0; tries < 1000 && phases.crowded(); ++tries) phases.run(1, false);
-        check(!phases.crowded(), "after brief waits one is long again");
-    }
+    for (int threads = 1; threads <= 4; ++threads) check_pool(threads);
+    check_pace();
 }
 
 }  // namespace kernel_test
