@@ -20,9 +20,7 @@ constexpr auto kSpinBetweenSteps = std::chrono::microseconds(1500);
 // waiting for this one, as threads do that were woken on one processor.
 constexpr auto kSpinAlone = std::chrono::microseconds(5);
 constexpr int kPausesPerLook = 64;  // between two looks at the clock
-// Where so many waits in a row found the thread that they wait for without a processor, this one's may be
-// what it lacks: the next ones soon sleep, and then another one looks for long again.
-constexpr int kWaitsInVain = 4, kBriefWaits = 32;
+// Where others want the processors (patience.h).
 constexpr auto kSpinBriefly = std::chrono::microseconds(5);
 constexpr uint32_t kOneRun = 1 << 16;  // of `generation_`
 
@@ -65,7 +63,6 @@ ThreadPool::~ThreadPool() {
 
 void ThreadPool::start() {
     abandon();
-    stop_ = false;
     arrived_.store(0, std::memory_order_relaxed);
     const uint32_t seen = generation_.load(std::memory_order_relaxed);
     try {
@@ -80,9 +77,7 @@ void ThreadPool::start() {
 }
 
 void ThreadPool::stop() {
-    stop_ = true;
-    generation_.fetch_add(kOneRun);
-    generation_.notify_all();
+    next_generation(0);
     for (std::thread& worker : workers_) worker.join();
     workers_.clear();
 }
@@ -97,10 +92,11 @@ void ThreadPool::abandon() {
 void ThreadPool::loop(int thread, uint32_t seen) {
     bool ran = true;
     for (;;) {
-        wait_while(generation_, seen, crowded() || !ran ? kSpinBriefly : kSpinBetweenSteps);
+        wait_while(generation_, seen, patience_.brief() || !ran ? kSpinBriefly : kSpinBetweenSteps);
         seen = generation_.load(std::memory_order_acquire);
-        if (stop_) return;
-        ran = thread < static_cast<int>(seen % kOneRun);
+        const int running = static_cast<int>(seen % kOneRun);
+        if (running == 0) return;
+        ran = thread < running;
         if (!ran) continue;
         work_(context_, thread);
         barrier();
@@ -114,11 +110,15 @@ void ThreadPool::run(Work work, void* context, int running) {
     if (pid_ != static_cast<int>(getpid())) start();
     work_ = work;
     context_ = context;
-    const uint32_t runs = generation_.load(std::memory_order_relaxed) / kOneRun;
-    generation_.store((runs + 1) * kOneRun + static_cast<uint32_t>(running_));
-    generation_.notify_all();
+    next_generation(running_);
     work(context, 0);
     barrier();
+}
+
+void ThreadPool::next_generation(int running) {
+    const uint32_t runs = generation_.load(std::memory_order_relaxed) / kOneRun;
+    generation_.store((runs + 1) * kOneRun + static_cast<uint32_t>(running));
+    generation_.notify_all();
 }
 
 void ThreadPool::barrier() {
@@ -136,25 +136,12 @@ void ThreadPool::barrier() {
     }
 }
 
-// The counts are rough: several threads may wait.
 void ThreadPool::wait_for_others(uint32_t phase) {
-    const int brief = brief_waits_.load(std::memory_order_relaxed);
-    const auto asleep = wait_while(phase_, phase, brief > 0 ? kSpinBriefly : kSpinInStep, yields_);
-    const bool in_vain = asleep.count() > 0;
-    if (in_vain) asleep_.fetch_add(asleep.count(), std::memory_order_relaxed);
-    if (yields_) return;  // these wait for a disk
-    if (brief > 0) {
-        brief_waits_.store(brief - 1, std::memory_order_relaxed);
-        return;
-    }
-    const int before = waits_in_vain_.load(std::memory_order_relaxed);
-    if (!in_vain) {
-        if (before > 0) waits_in_vain_.store(0, std::memory_order_relaxed);
-    } else if (before + 1 < kWaitsInVain) {
-        waits_in_vain_.store(before + 1, std::memory_order_relaxed);
-    } else {
-        brief_waits_.store(kBriefWaits, std::memory_order_relaxed);
-    }
+    const bool brief = !yields_ && patience_.begin();
+    const auto asleep = wait_while(phase_, phase, brief ? kSpinBriefly : kSpinInStep, yields_);
+    if (asleep.count() > 0) asleep_.fetch_add(asleep.count(), std::memory_order_relaxed);
+    // Threads that yield wait for a disk as well, which is no sign of others.
+    if (!yields_ && !brief) patience_.note(asleep.count() > 0);
 }
 
 }  // namespace nybble

@@ -7,6 +7,8 @@
 #include <thread>
 #include <vector>
 
+#include "patience.h"
+
 namespace nybble {
 
 class ThreadPool {
@@ -33,8 +35,6 @@ class ThreadPool {
     // Inside `run`: returns when every thread has arrived.
     void barrier();
 
-    // Whether waits are brief because others want the processors.
-    bool crowded() const { return brief_waits_.load(std::memory_order_relaxed) > 0; }
     // Of the last `run`: the seconds of all waits that did not end while a thread looked, added up.
     double seconds_asleep() const {
         return static_cast<double>(asleep_.load(std::memory_order_relaxed)) * 1e-9;
@@ -45,6 +45,8 @@ class ThreadPool {
     void stop();
     void abandon();
     void loop(int thread, uint32_t seen);
+    // One that does not run in a generation looks at nothing but its number: all else may be changing.
+    void next_generation(int running);
     void wait_for_others(uint32_t phase);
 
     const int threads_;
@@ -54,13 +56,12 @@ class ThreadPool {
     std::vector<std::thread> workers_;
     Work work_ = nullptr;
     void* context_ = nullptr;
-    bool stop_ = false;
-    alignas(64) std::atomic<uint32_t> generation_{0};  // of runs; its lower half says how many threads run
+    // Of runs; the lower half is how many threads run, 0 the end.
+    alignas(64) std::atomic<uint32_t> generation_{0};
     alignas(64) std::atomic<uint32_t> arrived_{0};
     alignas(64) std::atomic<uint32_t> phase_{0};
-    alignas(64) std::atomic<int> waits_in_vain_{0};  // the last ones in a row
-    std::atomic<int> brief_waits_{0};                // that are to come
-    std::atomic<int64_t> asleep_{0};                 // nanoseconds
+    alignas(64) Patience patience_;
+    std::atomic<int64_t> asleep_{0};  // nanoseconds
 };
 
 }  // namespace nybble

@@ -12,6 +12,7 @@ namespace kernel_test {
 namespace {
 
 using nybble::CrowdPace;
+using nybble::Patience;
 using nybble::ThreadPool;
 
 // Phases in which every thread adds one to a count of its own; after each barrier all counts are the same.
@@ -31,7 +32,6 @@ class Phases {
     }
     void run(int phases, bool naps) { run(phases, naps, pool_.size()); }
     double seconds_asleep() const { return pool_.seconds_asleep(); }
-    bool crowded() const { return pool_.crowded(); }
 
   private:
     struct alignas(64) Count {
@@ -61,16 +61,36 @@ void check_pool(int threads) {
     for (int steps = 0; steps < 20; ++steps) phases.run(50, false);
     for (int steps = 0; steps < 60; ++steps) phases.run(5, false, 1 + steps * 7 % threads);
     if (threads == 1) {
-        check(!phases.crowded(), "nobody waits");
         check(phases.seconds_asleep() == 0, "nobody sleeps");
         return;
     }
     // Other work may hold the caller up, so that it does not wait.
-    for (int tries = 0; tries < 1000 && !phases.crowded(); ++tries) phases.run(8, true);
-    check(phases.crowded(), "waits in vain make the next ones brief");
+    int tries = 0;
+    do phases.run(8, true);
+    while (++tries < 1000 && phases.seconds_asleep() == 0);
     check(phases.seconds_asleep() > 0, "a thread that waits in vain sleeps");
-    for (int tries = 0; tries < 1000 && phases.crowded(); ++tries) phases.run(1, false);
-    check(!phases.crowded(), "after brief waits one is long again");
+}
+
+void check_patience() {
+    current_case() = "patience";
+    Patience patience;
+    const auto wait = [&](bool asleep) {
+        const bool brief = patience.begin();
+        if (!brief) patience.note(asleep);
+        return brief;
+    };
+    for (int i = 0; i < 20; ++i) {  // one that is seen in time lets the count begin anew
+        check(!wait(i % Patience::kWaitsInVain != 0), "some waits in vain do not count");
+    }
+    wait(false);
+    for (int i = 0; i < Patience::kWaitsInVain; ++i) check(!wait(true), "the first waits are long");
+    for (int i = 0; i < Patience::kBriefWaits; ++i)
+        check(wait(true), "waits in vain make the next ones brief");
+    check(!wait(true), "then one is long again");
+    check(wait(true), "in vain again, the next ones are brief");
+    for (int i = 1; i < Patience::kBriefWaits; ++i) wait(true);
+    check(!wait(false) && !patience.brief(), "a long one that is not in vain ends it");
+    check(!wait(true), "and the count begins anew");
 }
 
 // Steps on n threads take `seconds[n]` and sleep for a share of it where there are several. Returns on how
@@ -107,6 +127,7 @@ void check_pace() {
 
 void test_pool(const nybble::Kernels&, Results&) {
     for (int threads = 1; threads <= 4; ++threads) check_pool(threads);
+    check_patience();
     check_pace();
 }
 
