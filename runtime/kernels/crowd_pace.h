@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "step_sizes.h"
+
 namespace nybble {
 
 class CrowdPace {
@@ -16,15 +18,15 @@ class CrowdPace {
 
     // Of the next step of so many tokens.
     int threads(int tokens) const {
-        if (tokens > kFewTokens) return threads_;
-        const Steps& steps = steps_[class_of(tokens)];
+        if (tokens > kFewStepTokens) return threads_;
+        const Steps& steps = steps_[step_size(tokens)];
         return steps.tried > 0 ? steps.tried : steps.usual;
     }
 
     // What that step took, and for how much of it a thread slept, waiting for others; all threads together.
     void note(int tokens, double seconds, double asleep) {
-        if (threads_ == 1 || tokens > kFewTokens || seconds <= 0) return;
-        Steps& steps = steps_[class_of(tokens)];
+        if (threads_ == 1 || tokens > kFewStepTokens || seconds <= 0) return;
+        Steps& steps = steps_[step_size(tokens)];
         if (steps.tried > 0) {
             steps.trial_seconds += seconds / kTrialSteps;
             if (++steps.trial_steps == kTrialSteps) steps.decide();
@@ -42,7 +44,6 @@ class CrowdPace {
     }
 
   private:
-    static constexpr int kFewTokens = 32;  // with more of them each thread has work for longer than others do
     static constexpr double kWeight = 0.125;  // of the last step among those before
     static constexpr double kCrowded = 0.25;  // of a step's time: no one step comes to that
     static constexpr double kFaster = 0.95;
@@ -77,14 +78,8 @@ class CrowdPace {
         }
     };
 
-    static int class_of(int tokens) {
-        int size = 0;
-        while (1 << size < tokens) ++size;
-        return size;
-    }
-
     const int threads_;
-    Steps steps_[6];  // up to 1, 2, 4, 8, 16, 32 tokens
+    Steps steps_[kStepSizes];
 };
 
 }  // namespace nybble

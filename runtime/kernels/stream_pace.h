@@ -2,6 +2,8 @@
 // read as fast as it comes, and more would only be woken for every layer to wait for each other.
 #pragma once
 
+#include "step_sizes.h"
+
 namespace nybble {
 
 class StreamPace {
@@ -10,14 +12,14 @@ class StreamPace {
 
     // Whether a step of so many tokens is to run on one thread: as long as such steps wait for the disk.
     bool alone(int tokens) {
-        if (threads_ == 1 || tokens > kFewTokens) return false;
+        if (threads_ == 1 || tokens > kFewStepTokens) return false;
         const Steps& steps = of(tokens);
         return steps.alone || steps.spare >= kStepsBetweenTrials;
     }
 
     // What such a step took: its seconds, and those of them in which it waited for the disk.
     void note(int tokens, bool alone, double seconds, double waited) {
-        if (threads_ == 1 || tokens > kFewTokens || seconds <= 0) return;
+        if (threads_ == 1 || tokens > kFewStepTokens || seconds <= 0) return;
         Steps& steps = of(tokens);
         const double share = waited / seconds, weight = alone == steps.ran_alone ? kWeight : 1.0;
         steps.waited += (share - steps.waited) * weight;
@@ -32,7 +34,6 @@ class StreamPace {
     }
 
   private:
-    static constexpr int kFewTokens = 32;    // with more of them computing takes longer than reading
     static constexpr double kWeight = 0.25;  // of the last step among those before
     static constexpr double kEnoughWaiting = 0.1;
     // One thread may take this much of a step's time for what several did: woken late, they take longer.
@@ -46,14 +47,10 @@ class StreamPace {
         int spare = 0;      // on all threads, one after the other, that one thread might do
     };
 
-    Steps& of(int tokens) {
-        int size = 0;
-        while (1 << size < tokens) ++size;
-        return steps_[size];
-    }
+    Steps& of(int tokens) { return steps_[step_size(tokens)]; }
 
     const int threads_;
-    Steps steps_[6];  // up to 1, 2, 4, 8, 16, 32 tokens
+    Steps steps_[kStepSizes];
 };
 
 }  // namespace nybble
