@@ -27,7 +27,7 @@ from nybble.runtime.executor import KvDtype
 
 RESULTS = Path(__file__).parent / "results" / "executor_quality.json"
 WINDOWS, WINDOW_LENGTH = 8, 512
-KV_DTYPES: tuple[KvDtype, ...] = ("f32", "f16", "int8")
+KV_DTYPES: tuple[KvDtype, ...] = ("f32", "f16", "int16", "int8")
 
 
 def prose(artifact: Artifact) -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ from .memory_plan import (
     MemoryPlan,
     RunSettings,
 )
-from .model_bytes import HEAD_BITS, HEAD_GROUP_SIZE, KV_BYTES, kv_bytes_per_token
+from .model_bytes import HEAD_BITS, HEAD_GROUP_SIZE, INTEGER_KV, KV_BYTES, kv_bytes_per_token
 from .packed_sizes import packed_bytes, padded, tile_bytes
 from .profile import KvDtype
 from .residency import ResidencyPlan
@@ -138,8 +138,8 @@ def _scratch(spec: ModelSpec, widest: int) -> int:
     # Scores, values of a segment and merged; chunks of keys and values; figures of rows and their queries.
     arrays = [4 * rows * 256, 4 * rows * width, 4 * rows * width, 4 * 64 * width, 4 * 64 * width]
     arrays += [4 * rows] * 6 + [8 * rows]
-    # For an int8 cache: queries, weights, their scales, sums, pairs of values.
-    arrays += [rows * stride, 4 * rows, 2 * rows * 256, 4 * 256, 4 * rows * width, 4 * 32 * width]
+    # For a cache in integers: queries, weights, their scales, sums, pairs of values.
+    arrays += [2 * rows * stride, 4 * rows, 2 * rows * 256, 4 * 256, 4 * rows * width, 4 * 32 * width]
     attention = sum(padded(array, 64) for array in arrays)
     return padded(max(attention, PANEL), 4096) + 8 * widest
 
@@ -161,9 +161,10 @@ def _quantized(columns: int) -> int:
 
 
 def _page_bytes(spec: ModelSpec, kv_dtype: KvDtype) -> int:
-    """A page of `CpuExecutor` in all layers: values padded to 16 elements, keys in int8 to 4, heads to 64
-    bytes."""
-    keys = -(-spec.head_dim // 4) * 4 if kv_dtype == "int8" else spec.head_dim
+    """A page of `CpuExecutor` in all layers: values padded to 16 elements, keys in integers to 4 bytes,
+    heads to 64."""
+    together = 4 // KV_BYTES[kv_dtype] if kv_dtype in INTEGER_KV else 1
+    keys = padded(spec.head_dim, together)
     elements = PAGE * (keys + -(-spec.head_dim // 16) * 16)
-    head = elements * KV_BYTES[kv_dtype] + (2 * PAGE * 4 if kv_dtype == "int8" else 0)
+    head = elements * KV_BYTES[kv_dtype] + (2 * PAGE * 4 if kv_dtype in INTEGER_KV else 0)
     return spec.num_layers * spec.num_kv_heads * (-(-head // 64) * 64)

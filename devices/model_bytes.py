@@ -8,7 +8,9 @@ from ..quant.recipe import Recipe
 from ..records import dataclass
 from .profile import KvDtype
 
-KV_BYTES: dict[KvDtype, int] = {"f32": 4, "f16": 2, "int8": 1}
+KV_BYTES: dict[KvDtype, int] = {"f32": 4, "f16": 2, "int16": 2, "int8": 1}
+# They have a float32 scale for each token and head, and products of their own on a CPU.
+INTEGER_KV: tuple[KvDtype, ...] = ("int16", "int8")
 # The embedding and head of a quantized model, as quant.packing defines them.
 HEAD_BITS, HEAD_GROUP_SIZE = 8, 32
 
@@ -24,8 +26,8 @@ def weight_bytes(spec: ModelSpec, recipe: Recipe | None) -> int:
 
 
 def kv_bytes_per_token(spec: ModelSpec, kv_dtype: KvDtype) -> int:
-    """Bytes of one token's keys and values in all layers; int8 has a float32 scale per token and head."""
-    head = spec.head_dim * KV_BYTES[kv_dtype] + (4 if kv_dtype == "int8" else 0)
+    """Bytes of one token's keys and values in all layers."""
+    head = spec.head_dim * KV_BYTES[kv_dtype] + (4 if kv_dtype in INTEGER_KV else 0)
     return 2 * spec.num_layers * spec.num_kv_heads * head
 
 

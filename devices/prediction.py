@@ -42,8 +42,8 @@ class Efficiency:
 DOT = Efficiency(
     reading={4: 1.0, 8: 0.88},
     arithmetic={4: (0.41, 0.52, 0.64), 8: (0.3, 0.5, 0.6)},
-    attention={"f32": 0.071, "f16": 0.071, "int8": 0.113},
-    chunk_attention={"f32": 0.18, "f16": 0.18, "int8": 0.33},
+    attention={"f32": 0.071, "f16": 0.071, "int16": 0.071, "int8": 0.113},
+    chunk_attention={"f32": 0.18, "f16": 0.18, "int16": 0.28, "int8": 0.33},
     element=0.5e-9,
 )
 # Without one, where 8-bit weights are widened to 16 bits first: after AVX2 on the same EPYC, 20 cases of it
@@ -51,16 +51,16 @@ DOT = Efficiency(
 WIDENING = Efficiency(
     reading={4: 0.95, 8: 0.83},
     arithmetic={4: (0.71, 0.71, 0.71), 8: (0.44, 0.44, 0.44)},
-    attention={"f32": 0.135, "f16": 0.135, "int8": 0.21},
-    chunk_attention={"f32": 0.4, "f16": 0.4, "int8": 0.4},
+    attention={"f32": 0.135, "f16": 0.135, "int16": 0.135, "int8": 0.21},
+    chunk_attention={"f32": 0.4, "f16": 0.4, "int16": 0.4, "int8": 0.4},
     element=0.5e-9,
 )
 # ONNX Runtime on a GPU. Our assumption: nothing was measured.
 GPU = Efficiency(
     reading={4: 0.7, 8: 0.7},
     arithmetic={4: (0.4, 0.4, 0.4), 8: (0.4, 0.4, 0.4)},
-    attention={"f32": 0.1, "f16": 0.1, "int8": 0.1},
-    chunk_attention={"f32": 0.2, "f16": 0.2, "int8": 0.2},
+    attention={"f32": 0.1, "f16": 0.1, "int16": 0.1, "int8": 0.1},
+    chunk_attention={"f32": 0.2, "f16": 0.2, "int16": 0.2, "int8": 0.2},
     element=0.0,
 )
 

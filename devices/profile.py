@@ -16,7 +16,7 @@ from .sizes import parse_bytes, parse_memory_budget
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-KvDtype = Literal["f32", "f16", "int8"]
+KvDtype = Literal["f32", "f16", "int16", "int8"]
 MemoryKind = Literal["host", "unified", "gpu"]
 Speculation = Literal["auto", "off", "ngram"]
 
@@ -230,7 +230,7 @@ _FIELDS: dict[str, tuple[Callable[[object, str], object], bool]] = {
     "cached_bytes": (parse_bytes, False),
     "providers": (_providers, True),
     "page_size": (_page_size, True),
-    "kv_dtype": (_one_of("f32", "f16", "int8"), True),
+    "kv_dtype": (_one_of("f32", "f16", "int16", "int8"), True),
     "token_budget": (_whole(1, 2**20), True),
     "context": (_whole(1, 2**24), True),
     "speculation": (_one_of("auto", "off", "ngram"), False),

@@ -30,7 +30,7 @@ PAGE_SIZE = 16
 # Steps of decodes in one call: what Python takes between two calls is a small part of so many.
 DECODE_STEPS = 8
 PAGE_FORMAT = "cpu-1"  # kernels/layout.h's KvShape
-KV_TYPES: dict[KvDtype, int] = {"f32": 0, "f16": 1, "int8": 2}
+KV_TYPES: dict[KvDtype, int] = {"f32": 0, "f16": 1, "int16": 3, "int8": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}
 _NO_TOKENS = np.empty(0, np.int32), np.empty(0, np.float32)
 

@@ -11,9 +11,9 @@ from ..records import dataclass
 from .batch import Batch
 from .sampler import TokenRule
 
-KvDtype = Literal["f32", "f16", "int8"]
+KvDtype = Literal["f32", "f16", "int16", "int8"]
 # Raised whenever the same weights and tokens would give other bits: pages saved before are not used then.
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 # What `Executor.decode` gives in place of a token.
 NO_NUMBERS, NONE_LEFT = -1, -2
 

@@ -159,7 +159,9 @@ class OrtExecutor(AbstractContextManager["OrtExecutor"]):
         if self._model is None:
             raise ExecutorError("the executor is closed")
         if kv_dtype not in _KV_TYPES:
-            raise SettingError(f"kv_dtype is {kv_dtype}; OrtExecutor has f32 and f16, CpuExecutor int8 too")
+            raise SettingError(
+                f"kv_dtype is {kv_dtype}; OrtExecutor has f32 and f16, CpuExecutor int16 and int8 too"
+            )
         if num_blocks < 1 or page_size < 1 or num_blocks * page_size >= 1 << 31:
             raise SettingError(
                 f"num_blocks is {num_blocks}, page_size {page_size}; expected at least 1, under 2**31 slots"

@@ -39,7 +39,7 @@ class LLM:
       streamed weights where no packed file is kept. By default TMPDIR, else `/var/tmp`.
     - `max_model_len`: the context in tokens. `max_batch_tokens`: most new tokens of one step.
     - `max_sequences`: the most requests that run at once, fewer where memory allows fewer. `kv_dtype`:
-      "f32", "f16", or on our kernels "int8".
+      "f32", "f16", or on our kernels "int16" and "int8" (integers with a scale for each token and head).
     - `cache`: whether our kernels keep the weights as they read them in a file, in the artifact's folder
       `cache` or else the user's cache folder, and map that file from then on.
     - `target_token_ms`: how long a step in which answers go on may be made by the prompts of others, in

@@ -29,6 +29,7 @@ from .devices import (
     with_tuned,
 )
 from .devices.memory_plan import Half
+from .devices.model_bytes import INTEGER_KV
 from .errors import DoesNotFitError, ModelFormatError, SettingError
 from .kvcache import FileStore
 from .records import dataclass
@@ -188,12 +189,12 @@ def choose_executor(asked: str, profile: DeviceProfile, providers: Sequence[str]
 
 def choose_kv_dtype(asked: str | None, profile: DeviceProfile, executor: ExecutorKind) -> KvDtype:
     """The cache's type that `asked`, None for the profile's, means to an executor. Raises `SettingError`."""
-    allowed: tuple[KvDtype, ...] = ("f32", "f16", "int8") if executor == "cpu" else ("f32", "f16")
+    allowed: tuple[KvDtype, ...] = ("f32", "f16", "int16", "int8") if executor == "cpu" else ("f32", "f16")
     if asked is None:
-        # The nearest that the executor has: our kernels gain nothing from f32, ONNX Runtime has no int8.
+        # The nearest that the executor has: our kernels gain nothing from f32, ONNX Runtime has no integers.
         if executor == "cpu":
-            return "int8" if profile.kv_dtype == "int8" else "f16"
-        return "f16" if profile.kv_dtype == "int8" else profile.kv_dtype
+            return "int16" if profile.kv_dtype == "f32" else profile.kv_dtype
+        return "f16" if profile.kv_dtype in INTEGER_KV else profile.kv_dtype
     for kind in allowed:
         if asked == kind:
             return kind

@@ -10,9 +10,10 @@ from typing import Any
 
 from .devices import DeviceProfile, Machine, probe, resolve_device, save_tuned
 from .errors import SettingError
-from .loading import choose_executor
+from .loading import choose_executor, choose_kv_dtype
 from .records import dataclass
 from .runnable import open_runnable
+from .runtime.executor import KvDtype
 from .workload import GOALS, Goal, Measurement, Settings, Workload
 
 Report = Callable[[str, int, int], None]
@@ -95,9 +96,10 @@ def tune(
     with closing(open_runnable(path, "auto", "cpu")) as model:
         digest, context = model.digest, min(model.spec.max_position, profile.context)
     clock = _Clock(seconds, progress)
-    settings = Settings(profile.threads, profile.token_budget, "f16", "ngram")
+    settings = Settings(profile.threads, profile.token_budget, choose_kv_dtype(None, profile, "cpu"), "ngram")
     workload = _size(path, goal, settings, context, seconds)
-    candidates = _candidates(machine, profile, workload, any_kv_dtype)
+    kv_dtypes = (settings.kv_dtype, "int8") if any_kv_dtype else (settings.kv_dtype,)
+    candidates = _candidates(machine, profile, workload, kv_dtypes)
     stages: list[Stage] = []
     skipped: list[str] = []
     for number, (setting, values) in enumerate(candidates):
@@ -187,7 +189,7 @@ def _size(path: str | Path, goal: Goal, settings: Settings, context: int, second
 
 
 def _candidates(
-    machine: Machine, profile: DeviceProfile, workload: Workload, any_kv_dtype: bool
+    machine: Machine, profile: DeviceProfile, workload: Workload, kv_dtypes: Sequence[KvDtype]
 ) -> list[tuple[str, tuple[Any, ...]]]:
     """Each setting's values, the simplest first: fewer threads, else what holds without tuning. A token
     budget that the workload never fills cannot be told from a larger one."""
@@ -197,7 +199,7 @@ def _candidates(
         ("threads", tuple(_thread_counts(machine.usable_cores))),
         ("max_batch_tokens", (profile.token_budget, *budgets)),
         ("speculation", ("ngram", "off")),
-        ("kv_dtype", ("f16", "int8") if any_kv_dtype else ("f16",)),
+        ("kv_dtype", tuple(dict.fromkeys(kv_dtypes))),
     ]
 
 

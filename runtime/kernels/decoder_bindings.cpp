@@ -71,7 +71,7 @@ class PyDecoder {
             fail("num_blocks",
                  "is " + std::to_string(num_blocks) + "; expected 1 to " + std::to_string(kMost));
         }
-        if (type < 0 || type > 2) fail("kv_dtype", "is unknown");
+        if (type < 0 || type > static_cast<int>(KvType::kInt16)) fail("kv_dtype", "is unknown");
         decoder_->allocate_kv(num_blocks, static_cast<KvType>(type));
         written_.allocate(num_blocks);
     }

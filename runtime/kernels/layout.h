@@ -128,25 +128,30 @@ struct Activations {
     uint8_t* block(int index) const { return data + static_cast<size_t>(index) * slices * kActivationBytes; }
 };
 
-enum class KvType : int32_t { kF32 = 0, kF16 = 1, kInt8 = 2 };
+enum class KvType : int32_t { kF32 = 0, kF16 = 1, kInt8 = 2, kInt16 = 3 };
+
+// Whether products with a cache are sums of integers.
+constexpr bool in_integers(KvType type) { return type == KvType::kInt8 || type == KvType::kInt16; }
 
 // A layer's cache: pages of 16 tokens, in each page one part a KV head. In f32 and f16 K is [head_dim][16]
-// and V [16][head_dim rounded up to 16]. In int8 both are in the order of integer products, followed by f32
-// scales of the 16 keys and of the 16 values: K, with 128 added, is [head_dim / 4, rounded up][16][4
-// elements], V is [8] [head_dim rounded up to 16][2 tokens].
+// and V [16][head_dim rounded up to 16]. In int8 and int16 both are in the order of integer products,
+// followed by f32 scales of the 16 keys and of the 16 values: V is [8][head_dim rounded up to 16][2 tokens],
+// K in int8, with 128 added, [head_dim / 4, rounded up][16][4 elements], in int16 [head_dim / 2, rounded
+// up][16][2 elements]. int16 codes go to 8191, so that sums of their products fit in 32 bits.
 struct KvShape {
     int heads = 0;
     int head_dim = 0;
     KvType type = KvType::kF16;
 
     int padded_dim() const { return round_up(head_dim, 16); }
-    int element_bytes() const { return type == KvType::kF32 ? 4 : type == KvType::kF16 ? 2 : 1; }
-    int key_bytes() const {
-        return (type == KvType::kInt8 ? round_up(head_dim, 4) : head_dim) * kPageTokens * element_bytes();
+    int element_bytes() const { return type == KvType::kF32 ? 4 : type == KvType::kInt8 ? 1 : 2; }
+    int key_elements() const {
+        return in_integers(type) ? round_up(head_dim, 4 / element_bytes()) : head_dim;
     }
+    int key_bytes() const { return key_elements() * kPageTokens * element_bytes(); }
     int value_bytes() const { return padded_dim() * kPageTokens * element_bytes(); }
     int head_bytes() const {
-        return round_up(key_bytes() + value_bytes() + (type == KvType::kInt8 ? 2 * kPageTokens * 4 : 0), 64);
+        return round_up(key_bytes() + value_bytes() + (in_integers(type) ? 2 * kPageTokens * 4 : 0), 64);
     }
     size_t page_bytes() const { return static_cast<size_t>(head_bytes()) * heads; }
 };

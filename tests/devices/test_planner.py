@@ -49,7 +49,9 @@ def test_zero_points_and_an_untied_head_are_counted():
     assert untied == 49152 * (576 + 18 * 2)
 
 
-@pytest.mark.parametrize(("kv_dtype", "expected"), [("f32", 46080), ("f16", 23040), ("int8", 12240)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "expected"), [("f32", 46080), ("f16", 23040), ("int16", 23760), ("int8", 12240)]
+)
 def test_bytes_of_a_token_in_the_cache(kv_dtype, expected):
     assert kv_bytes_per_token(SMOLLM2, kv_dtype) == expected
 

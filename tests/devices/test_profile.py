@@ -58,7 +58,7 @@ def test_options_of_providers_become_the_text_that_onnx_runtime_takes():
         ("threads = 4", 'threads = "4"', "threads is '4'; expected a whole number"),
         ("threads = 4", "threads = ", "not TOML"),
         ("page_size = 16", "page_size = 24", "page_size is 24; expected a power of two"),
-        ('kv_dtype = "f32"', 'kv_dtype = "f64"', "kv_dtype is 'f64'; expected f32 or f16 or int8"),
+        ('kv_dtype = "f32"', 'kv_dtype = "f64"', "kv_dtype is 'f64'; expected f32 or f16 or int16 or int8"),
         ('kv_dtype = "f32"', "kv_dtype = [1]", "kv_dtype is [1]"),
         ('memory_bytes = "4GiB"', 'memory_bytes = "4 apples"', "memory_bytes is '4 apples'"),
         ("memory_budget = 0.5", "memory_budget = 1.5", "memory_budget is 1.5"),

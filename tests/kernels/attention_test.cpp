@@ -21,8 +21,9 @@ struct Setting {
 
 // Head sizes that are and are not whole registers; one, some and many query heads a KV head.
 constexpr Setting kSettings[] = {
-    {KvType::kF32, 64, 3, 0, 0.0f},   {KvType::kF32, 20, 1, 40, 5.0f}, {KvType::kF16, 64, 2, 0, 0.0f},
-    {KvType::kF16, 80, 3, 100, 0.0f}, {KvType::kInt8, 20, 7, 0, 8.0f}, {KvType::kInt8, 64, 4, 300, 0.0f},
+    {KvType::kF32, 64, 3, 0, 0.0f},   {KvType::kF32, 20, 1, 40, 5.0f},    {KvType::kF16, 64, 2, 0, 0.0f},
+    {KvType::kF16, 80, 3, 100, 0.0f}, {KvType::kInt8, 20, 7, 0, 8.0f},    {KvType::kInt8, 64, 4, 300, 0.0f},
+    {KvType::kInt16, 18, 7, 0, 8.0f}, {KvType::kInt16, 64, 4, 300, 0.0f},
 };
 
 // First query and count: a prompt, one that crosses into the second segment, the last tokens.
@@ -57,16 +58,26 @@ double stored(KvType type, const uint8_t* elements, size_t index, const uint8_t*
     }
     float x;
     std::memcpy(&x, type == KvType::kF32 ? elements + index * 4 : scale_at, 4);
-    return type == KvType::kF32 ? x : static_cast<double>(x) * static_cast<int8_t>(elements[index] - added);
+    if (type == KvType::kF32) return x;
+    int16_t code;
+    std::memcpy(&code, elements + index * 2, 2);
+    if (type == KvType::kInt8) code = static_cast<int8_t>(elements[index] - added);
+    return static_cast<double>(x) * code;
 }
 
-// A query as it enters the products: with an int8 cache rounded to 8 bits.
+// A query as it enters the products: with a cache in integers rounded to codes, of 8 bits, or of up to 16
+// that together are at most 261,000.
 std::vector<double> rounded_query(KvType type, const float* query, int n) {
     std::vector<double> result(query, query + n);
-    if (type != KvType::kInt8) return result;
-    float largest = 0;
-    for (int d = 0; d < n; ++d) largest = std::max(largest, std::fabs(query[d]));
-    const float scale = largest / 127.0f, inverse = 1.0f / scale;
+    if (!in_integers(type)) return result;
+    float largest = 0, together = 0;
+    for (int d = 0; d < n; ++d) {
+        largest = std::max(largest, std::fabs(query[d]));
+        together += std::fabs(query[d]);
+    }
+    const float scale =
+        type == KvType::kInt8 ? largest / 127.0f : std::max(largest / 32767.0f, together / 261000.0f);
+    const float inverse = 1.0f / scale;
     for (int d = 0; d < n; ++d) result[d] = static_cast<double>(scale) * std::nearbyint(query[d] * inverse);
     return result;
 }
@@ -99,22 +110,25 @@ Cache filled(const Kernels& kernels, Random& random, const Setting& setting) {
             const uint8_t* scales = values + shape.value_bytes();
             const auto near = [&](double found, float expected, const uint8_t* scale_at) {
                 float scale = 0;
-                if (setting.type == KvType::kInt8) std::memcpy(&scale, scale_at, 4);
+                if (in_integers(setting.type)) std::memcpy(&scale, scale_at, 4);
                 const double tolerance = setting.type == KvType::kF32 ? 0
                                          : setting.type == KvType::kF16
                                              ? std::fabs(expected) * 0x1p-11 + 0x1p-25
-                                             : scale * 0.50001;
+                                             : scale * 0.502;
                 check(std::fabs(found - expected) <= tolerance, "what is stored is what came, rounded");
                 return found;
             };
             for (int d = 0; d < setting.head_dim; ++d) {
                 const uint8_t* key_scale = scales + slot * 4;
                 const uint8_t* value_scale = scales + (kPageTokens + slot) * 4;
-                const bool integers = shape.type == KvType::kInt8;
-                const int at = integers ? d / 4 * 64 + slot * 4 + d % 4 : d * kPageTokens + slot;
+                const bool integers = in_integers(shape.type);
+                const int together = integers ? 4 / shape.element_bytes() : 1;
+                const int at = (d / together * kPageTokens + slot) * together + d % together;
                 const int padded = shape.padded_dim();
                 const int value_at = integers ? (slot / 2 * padded + d) * 2 + slot % 2 : slot * padded + d;
-                cache.keys.push_back(near(stored(shape.type, page, at, key_scale, 128), key[d], key_scale));
+                cache.keys.push_back(
+                    near(stored(shape.type, page, at, key_scale, shape.type == KvType::kInt8 ? 128 : 0),
+                         key[d], key_scale));
                 cache.values.push_back(
                     near(stored(shape.type, values, value_at, value_scale, 0), value[d], value_scale));
             }
@@ -175,8 +189,8 @@ class Attention {
     }
 
     void check_values(int head, int first, int count, const std::vector<float>& found) const {
-        // With an int8 cache the weights of the values, up to 10 here, are rounded to 15 bits.
-        const double tolerance = s_.type == KvType::kInt8 ? 1e-3 : 2e-5;
+        // With a cache in integers the weights of the values, up to 10 here, are rounded to 15 bits at most.
+        const double tolerance = s_.type == KvType::kInt8 ? 1e-3 : s_.type == KvType::kInt16 ? 2e-4 : 2e-5;
         for (int i = 0; i < count; ++i) {
             for (int g = 0; g < s_.group; ++g) {
                 const std::vector<double> expected = reference(head, first + i, g);
@@ -238,10 +252,47 @@ class Attention {
     std::vector<uint8_t> scratch_;
 };
 
+// The largest sums that a cache in integers makes fit in 32 bits: elements that all have the largest code,
+// and 256 tokens of the same weight.
+void check_largest_sums(const Kernels& kernels, Random& random, KvType type, int head_dim) {
+    current_case() = "attention, largest sums, cache type " + std::to_string(static_cast<int>(type)) +
+                     ", head of " + std::to_string(head_dim);
+    const Setting setting{type, head_dim, 1, 0, 0.0f};
+    Cache cache = filled(kernels, random, setting);
+    for (int t = 0; t < kSegmentTokens; ++t) {
+        const bool wanted = t < kSegmentTokens / 2;
+        const std::vector<float> key(head_dim, wanted ? 3.0f : -3.0f), value(head_dim, wanted ? 5.0f : -7.0f);
+        for (int head = 0; head < kHeads; ++head) {
+            kernels.store_kv(cache.shape, cache.page(t, head), t % kPageTokens, key.data(), value.data());
+        }
+    }
+    // The scores of the first half are as high as they are low in the second; or all are zero.
+    for (const auto& [query, expected] : {std::pair{2.0f, 5.0f}, {-2.0f, -7.0f}, {0.0f, -1.0f}}) {
+        Attention attention(kernels, setting, cache,
+                            std::vector<float>(static_cast<size_t>(kLength) * kHeads * head_dim, query));
+        for (float x : attention.run(1, kSegmentTokens - 1, 1, 1)) {
+            check(std::fabs(x - expected) < 1e-3, "sums do not overflow");
+        }
+    }
+    const std::vector<float> same(head_dim, 5.0f);
+    for (int t = 0; t < kSegmentTokens; ++t) {
+        kernels.store_kv(cache.shape, cache.page(t, 1), t % kPageTokens, same.data(), same.data());
+    }
+    Attention attention(kernels, setting, cache,
+                        std::vector<float>(static_cast<size_t>(kLength) * kHeads * head_dim, 1.0f));
+    for (float x : attention.run(1, kSegmentTokens - 1, 1, 1)) {
+        check(std::fabs(x - 5.0f) < 1e-3, "sums of values do not overflow");
+    }
+}
+
 }  // namespace
 
 void test_attention(const Kernels& kernels, Results& results) {
     Random random(3);
+    for (int head_dim : {16, 64, 256, 512}) {
+        for (KvType type : {KvType::kInt8, KvType::kInt16})
+            check_largest_sums(kernels, random, type, head_dim);
+    }
     for (const Setting& setting : kSettings) {
         const std::string name = "attention, cache type " + std::to_string(static_cast<int>(setting.type)) +
                                  ", head of " + std::to_string(setting.head_dim) + ", group of " +

@@ -190,7 +190,7 @@ void test_decoder(const Kernels& kernels, Results& results) {
     for (bool capped : {false, true}) {
         Random random(capped ? 5 : 4);
         const Model model = make_model(random, capped);
-        for (KvType type : {KvType::kF32, KvType::kF16, KvType::kInt8}) {
+        for (KvType type : {KvType::kF32, KvType::kF16, KvType::kInt8, KvType::kInt16}) {
             if (capped && type == KvType::kF32) continue;
             current_case() = std::string("decoder") + (capped ? " with every switch" : "") + ", cache type " +
                              std::to_string(static_cast<int>(type));
@@ -199,7 +199,7 @@ void test_decoder(const Kernels& kernels, Results& results) {
             for (int s = 0; s < kSequences; ++s) whole.push_back(first.run({{s, 0, kLengths[s]}}));
             for (float x : whole[0]) check(std::isfinite(x), "logits are finite");
             // Every number of threads for one of the cache types, one number for the others.
-            const bool all = type == KvType::kF16 && !capped;
+            const bool all = type == KvType::kInt16 && !capped;
             for (int threads = 1; threads <= 4; ++threads) {
                 if (!all && threads != 2 + capped) continue;
                 Session session(model, kernels, threads, type, 1 + threads);
@@ -221,7 +221,7 @@ void test_decoder(const Kernels& kernels, Results& results) {
         }
         current_case() = "allocations";
         for (int threads : {1, 3}) {
-            Session session(model, kernels, threads, KvType::kF16, 1);
+            Session session(model, kernels, threads, KvType::kInt16, 1);
             check_allocations(session);
             Session runs(model, kernels, threads, KvType::kInt8, 2);
             check_run(runs, {});

@@ -45,7 +45,7 @@ def executor(weights: Weights) -> Iterator[CpuExecutor]:
     executor.close()
 
 
-@pytest.fixture(scope="module", params=["f16", "int8", "f32"])
+@pytest.fixture(scope="module", params=["int16", "f16", "int8", "f32"])
 def kv_dtype(request: pytest.FixtureRequest) -> KvDtype:
     kind: KvDtype = request.param
     return kind

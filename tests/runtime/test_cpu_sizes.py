@@ -21,7 +21,7 @@ from nybble.runtime.executor import KvDtype
 from nybble.runtime.packed_weights import pack
 
 
-@pytest.fixture(scope="module", params=["f16", "int8", "f32"])
+@pytest.fixture(scope="module", params=["int16", "f16", "int8", "f32"])
 def kv_dtype(request: pytest.FixtureRequest) -> KvDtype:
     kind: KvDtype = request.param
     return kind

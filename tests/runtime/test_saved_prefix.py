@@ -219,7 +219,7 @@ OTHERS: dict[str, Any] = {
     "windows": (21, None),
     "group_bytes": (1, 2),
     "rope": "RopeSpec(theta=1.0)",
-    "numerics": 2,
+    "numerics": 0,
 }
 
 

@@ -40,7 +40,7 @@ POWER_COLUMNS = ("J/token", "W")
 @click.option(
     "--repeat", type=int, default=5, show_default=True, help="Repetitions, of which the median counts."
 )
-@click.option("--kv-dtype", type=click.Choice(["f32", "f16", "int8"]), help="Of the cache.")
+@click.option("--kv-dtype", type=click.Choice(["f32", "f16", "int16", "int8"]), help="Of the cache.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw tokens/s by length.")
 @apply(OPENING)

@@ -31,7 +31,9 @@ EVALUATING = (
     click.option("--window-tokens", type=int, default=512, show_default=True),
     *OPENING,
     click.option("--threads", type=int, help="[default: from the device]"),
-    click.option("--kv-dtype", type=click.Choice(["f32", "f16", "int8"]), help="[default: from the device]"),
+    click.option(
+        "--kv-dtype", type=click.Choice(["f32", "f16", "int16", "int8"]), help="[default: from the device]"
+    ),
 )
 
 

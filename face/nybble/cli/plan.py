@@ -27,7 +27,7 @@ BAR = 60  # characters
 @click.option("--sequences", type=click.IntRange(1), default=1, show_default=True, help="At once.")
 @click.option("--bits", type=int, help="3, 4 or 8 [default: the model's own, else 4].")
 @click.option("--group-size", type=int, help="32, 64, 128 or -1 [default: the model's own, else 64].")
-@click.option("--kv-dtype", help="f32, f16 or int8 [default: from the device].")
+@click.option("--kv-dtype", help="f32, f16, int16 or int8 [default: from the device].")
 @click.option(
     "--memory-budget",
     help='Such as "600MB", or a share such as 0.5; weights past it are streamed [default: from the device].',

@@ -6,8 +6,8 @@
 // result depends on its position and on the stored keys and values, not on which rows or threads it was
 // computed with.
 
-// With an int8 cache both products are sums of integers: queries are rounded to 8 bits a row, and the weights
-// of the values (probability times the value's scale) to 15 bits a row and segment.
+// With a cache in integers both products are sums of integers: queries are rounded to codes a row, and the
+// weights of the values (probability times the value's scale) to up to 15 bits a row and segment.
 
 constexpr int kScratchRows = 192;
 constexpr int kChunkPages = 4;
@@ -26,13 +26,15 @@ struct AttentionScratch {
     float* total_sum;     // [rows]
     const float** query;  // [rows]
 
-    // For an int8 cache.
-    IntegerQueries queries;
-    int16_t* weights;      // [rows][256]
-    float* weight_scales;  // [rows]
-    float* value_scales;   // [256] of the current segment
-    int32_t* sums;         // [rows][padded_dim] of the current segment
-    uint8_t* pairs;        // [32][padded_dim] a chunk of values, two tokens of 16 bits
+    // For a cache in integers.
+    void* query_codes;      // [rows][head_dim rounded up to 4 bytes]
+    float* query_scales;    // [rows]
+    int32_t* query_starts;  // [rows]
+    int16_t* weights;       // [rows][256]
+    float* weight_scales;   // [rows]
+    float* value_scales;    // [256] of the current segment
+    int32_t* sums;          // [rows][padded_dim] of the current segment
+    uint8_t* pairs;         // [32][padded_dim] a chunk of values, two tokens of 16 bits
 
     AttentionScratch(uint8_t* memory, int group, int head_dim) : at_(memory), begin_(memory) {
         const size_t rows = std::max(kScratchRows, group), padded = round_up(head_dim, 16);
@@ -41,14 +43,14 @@ struct AttentionScratch {
         take(total, rows * padded);
         take(keys, padded * kChunkTokens);
         take(chunk, padded * kChunkTokens);
-        for (float** of_rows :
-             {&row_max, &row_sum, &total_max, &total_sum, &weight_scales, &queries.scales}) {
+        for (float** of_rows : {&row_max, &row_sum, &total_max, &total_sum, &weight_scales, &query_scales}) {
             take(*of_rows, rows);
         }
         take(query, rows);
-        queries.stride = round_up(head_dim, 4);
-        take(queries.codes, rows * queries.stride);
-        take(queries.minus_128, rows);
+        int16_t* codes;
+        take(codes, rows * round_up(head_dim, 4));
+        query_codes = codes;
+        take(query_starts, rows);
         take(weights, rows * kSegmentTokens);
         take(value_scales, kSegmentTokens);
         take(sums, rows * padded);
@@ -84,7 +86,7 @@ class Ahead {
     void lines() {
 #pragma GCC unroll 4
         for (int i = 0; i < kLines; ++i) {
-            prefetch(parts_[index_] + at_);
+            prefetch_far(parts_[index_] + at_);
             at_ += 64;
             if (at_ >= bytes_) {
                 at_ = 0;
@@ -126,13 +128,13 @@ class AttentionRun {
     void run() {
         for (int r = 0; r < rows_; ++r) {
             s_.query[r] = task_.queries + token_of(r) * task_.query_stride + r % task_.group * head_dim_;
-            if constexpr (kType == KvType::kInt8) quantize_query(s_.query[r], head_dim_, s_.queries, r);
+            if constexpr (kIntegers) quantize_query(s_.query[r], head_dim_, queries(), r);
             s_.total_sum[r] = 0.0f;
         }
         for (int segment = task_.segment_begin; segment < task_.segment_end; ++segment) {
             const SegmentView view = view_of(segment);
             for (int p = view.page_begin; p < view.page_end; p += kChunkPages) scores(view, p);
-            if constexpr (kType == KvType::kInt8) {
+            if constexpr (kIntegers) {
                 for (int p = view.page_begin; p < view.page_end; ++p)
                     store(s_.value_scales + p * kPageTokens, page(view, p).value_scales());
             }
@@ -144,6 +146,14 @@ class AttentionRun {
     }
 
   private:
+    static constexpr bool kIntegers = in_integers(kType);
+
+    auto queries() const {
+        using Code = typename Codes<kType>::Code;
+        return IntegerQueries<kType>{static_cast<Code*>(s_.query_codes), task_.shape.key_elements(),
+                                     s_.query_scales, s_.query_starts};
+    }
+
     size_t sequence_of(int r) const {
         return task_.members != nullptr ? task_.members[r / task_.group] : task_.sequence;
     }
@@ -201,7 +211,7 @@ class AttentionRun {
     void scores(const SegmentView& view, int p) {
         const int pages = std::min(kChunkPages, view.page_end - p);
         const int skipped = direct_ ? 0 : rows_before(view, p);
-        if constexpr (kType != KvType::kInt8) {
+        if constexpr (!kIntegers) {
             if (!direct_) {
                 for (int i = 0; i < pages; ++i) {
                     const Page<kType> from = page(view, p + i);
@@ -225,9 +235,9 @@ class AttentionRun {
         const auto of = [&](int j) { return Page<kType>{bases[j], layout_}; };
         float* out = s_.scores + skipped * kSegmentTokens + (p + i) * kPageTokens;
         const auto scores = [&](auto key, auto round) {
-            if constexpr (kType == KvType::kInt8) {
+            if constexpr (kIntegers) {
                 integer_scores<kPages>(
-                    key, [&](int j) { return of(j).key_scales(); }, s_.queries.from(skipped), rows_ - skipped,
+                    key, [&](int j) { return of(j).key_scales(); }, queries().from(skipped), rows_ - skipped,
                     out, round);
             } else {
                 float_scores<kPages>(key, s_.query + skipped, rows_ - skipped, head_dim_, out, round);
@@ -237,7 +247,7 @@ class AttentionRun {
         if (direct_) {
             Ahead ahead = after_keys(view, p);
             scores(stored, [&] { ahead.template lines<kType == KvType::kF16 ? 2 : 4>(); });
-        } else if constexpr (kType == KvType::kInt8) {
+        } else if constexpr (kIntegers) {
             scores(stored, [] {});
         } else {
             scores([&](int j, int d) { return load(s_.keys + d * kChunkTokens + (i + j) * kPageTokens); },
@@ -253,7 +263,7 @@ class AttentionRun {
         const int high = std::min(position - view.base, kSegmentTokens - 1);
         float* scores = s_.scores + r * kSegmentTokens;
         int begin = view.page_end, end = view.page_end;
-        [[maybe_unused]] F32 largest = zero();
+        [[maybe_unused]] F32 largest = zero(), together = zero();
         s_.row_sum[r] = 0.0f;
         if (low <= high) {
             begin = low / kPageTokens;
@@ -266,17 +276,21 @@ class AttentionRun {
                 }
             }
             softmax_row(scores, begin, end, low, high, s_.row_max + r, s_.row_sum + r, [&](int p, F32 e) {
-                if constexpr (kType == KvType::kInt8) {
+                if constexpr (kIntegers) {
                     const F32 weight = mul(e, load(s_.value_scales + p * kPageTokens));
                     largest = max(largest, weight);
+                    if constexpr (kType == KvType::kInt16) together = add(together, weight);
                     return weight;
                 } else {
                     return e;
                 }
             });
         }
-        if constexpr (kType == KvType::kInt8) {
-            round_weights(view, r, begin, end, reduce_max(largest));
+        if constexpr (kIntegers) {
+            const float most = reduce_max(largest);
+            round_weights(view, r, begin, end,
+                          kType == KvType::kInt8 ? most / 32767.0f
+                                                 : scale_of_codes(most, reduce_add(together), 32767.0f));
         } else {
             clear(scores, view, begin, end);
         }
@@ -289,12 +303,12 @@ class AttentionRun {
         std::fill(row + end * kPageTokens, row + view.page_end * kPageTokens, T{});
     }
 
-    // Rounds a row's weights, of which `most` is the largest, to 15 bits.
-    void round_weights(const SegmentView& view, int r, int begin, int end, float most) {
+    // Rounds a row's weights over `scale`, which makes them 15 bits at most.
+    void round_weights(const SegmentView& view, int r, int begin, int end, float scale) {
         const float* scores = s_.scores + r * kSegmentTokens;
         int16_t* weights = s_.weights + r * kSegmentTokens;
-        s_.weight_scales[r] = most > 1e-30f ? most / 32767.0f : 0.0f;
-        const F32 inverse = set1(most > 1e-30f ? 32767.0f / most : 0.0f);
+        s_.weight_scales[r] = scale > 3e-35f ? scale : 0.0f;
+        const F32 inverse = set1(scale > 3e-35f ? 1.0f / scale : 0.0f);
         for (int p = begin; p < end; ++p) {
             store_s16(weights + p * kPageTokens, round_to_int(mul(load(scores + p * kPageTokens), inverse)));
         }
@@ -308,7 +322,9 @@ class AttentionRun {
         const bool first = p == view.page_begin;
         if (direct_) {
             Ahead ahead = after_values(view, p);
-            const auto round = [&] { ahead.template lines<kType == KvType::kF32 ? 4 : 2>(); };
+            const auto round = [&] {
+                ahead.template lines<kType == KvType::kF32 || kType == KvType::kInt16 ? 4 : 2>();
+            };
             for (int i = 0; i * kPageTokens < tokens; ++i) {
                 const Page<kType> from = page(view, p + i);
                 values_of([&](int t, int element) { return from.values(t, element); }, (p + i) * kPageTokens,
@@ -316,7 +332,7 @@ class AttentionRun {
             }
             return;
         }
-        const int steps = kType == KvType::kInt8 ? kPageTokens / 2 : kPageTokens;
+        const int steps = kIntegers ? kPageTokens / 2 : kPageTokens;
         for (int i = 0; i < pages; ++i) {
             const Page<kType> from = page(view, p + i);
             for (int t = 0; t < steps; ++t) {
@@ -333,7 +349,7 @@ class AttentionRun {
     void values_of(Value value, int begin, int tokens, int skipped, bool first, Round round) {
         const size_t weights = static_cast<size_t>(skipped) * kSegmentTokens + begin;
         const size_t to = static_cast<size_t>(skipped) * padded_;
-        if constexpr (kType == KvType::kInt8) {
+        if constexpr (kIntegers) {
             integer_values(value, s_.weights + weights, rows_ - skipped, (tokens + 1) / 2, s_.sums + to,
                            padded_, first, round);
         } else {
@@ -344,7 +360,7 @@ class AttentionRun {
 
     // A chunk of values, as the products take them.
     auto get(int step, int element) const {
-        if constexpr (kType == KvType::kInt8) {
+        if constexpr (kIntegers) {
             return load_bytes(s_.pairs + (static_cast<size_t>(step) * padded_ + element) * 4);
         } else {
             return load(s_.chunk + static_cast<size_t>(step) * padded_ + element);
@@ -352,7 +368,7 @@ class AttentionRun {
     }
     template <typename Vector>
     void put(int step, int element, Vector vector) {
-        if constexpr (kType == KvType::kInt8) {
+        if constexpr (kIntegers) {
             store_bytes(s_.pairs + (static_cast<size_t>(step) * padded_ + element) * 4, vector);
         } else {
             store(s_.chunk + static_cast<size_t>(step) * padded_ + element, vector);
@@ -362,7 +378,7 @@ class AttentionRun {
     // Leaves a row's part of the segment where it is merged later, or merges it.
     void finish(int segment, int r) {
         float* values = s_.values + r * padded_;
-        if constexpr (kType == KvType::kInt8) {
+        if constexpr (kIntegers) {
             const F32 scale = set1(s_.weight_scales[r]);
             for (int e = 0; e < padded_; e += 16)
                 store(values + e, mul(to_float(load_int(s_.sums + r * padded_ + e)), scale));
@@ -414,5 +430,7 @@ void attend(const AttentionTask& task, uint8_t* scratch) {
             return AttentionRun<KvType::kF16>(task, scratch).run();
         case KvType::kInt8:
             return AttentionRun<KvType::kInt8>(task, scratch).run();
+        case KvType::kInt16:
+            return AttentionRun<KvType::kInt16>(task, scratch).run();
     }
 }

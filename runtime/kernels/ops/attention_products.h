@@ -91,58 +91,89 @@ inline void float_values(Value value, const float* scores, int rows, int tokens,
     });
 }
 
-// The same in integers. Queries are rounded to 8 bits a row, so that scores are exact integers times two
-// scales. `key(page, d)` gives 4 elements of 16 keys with 128 added, `key_scales(page)` their scales.
+// The same in integers: queries are rounded to codes a row, so that scores are exact integers times two
+// scales. `key(page, d)` gives the d-th 4 bytes of 16 keys, `key_scales(page)` their scales.
+template <KvType kType>
 struct IntegerQueries {
-    int8_t* codes;       // [rows][stride]
-    int stride;          // head_dim rounded up to 4
-    float* scales;       // [rows]
-    int32_t* minus_128;  // [rows] minus 128 times the sum of the codes
+    using Code = typename Codes<kType>::Code;
 
-    IntegerQueries from(int row) const {
-        return {codes + row * stride, stride, scales + row, minus_128 + row};
-    }
+    Code* codes;      // [rows][stride]
+    int stride;       // of as many bytes as a key's codes
+    float* scales;    // [rows]
+    int32_t* starts;  // [rows] minus what keys have added, times the sum of the codes
+
+    IntegerQueries from(int row) const { return {codes + row * stride, stride, scales + row, starts + row}; }
 };
 
-inline void quantize_query(const float* row, int head_dim, const IntegerQueries& out, int index) {
-    F32 largest = zero();
+// Of which codes may not exceed `largest_code`, and their magnitudes together not kMostTogether: with the
+// values' or keys' codes under 2^13 their sums then fit in 32 bits.
+constexpr float kMostTogether = 261000.0f;
+
+inline float scale_of_codes(float largest, float together, float largest_code) {
+    return std::max(largest / largest_code, together / kMostTogether);
+}
+
+inline void store(int8_t* p, I32 codes) { store_s8(p, codes); }
+inline void store(int16_t* p, I32 codes) { store_s16(p, codes); }
+
+inline Bytes broadcast_codes(const int8_t* four) { return broadcast4(four); }
+inline Bytes broadcast_codes(const int16_t* two) { return broadcast_pair(two); }
+
+template <KvType kType>
+inline void quantize_query(const float* row, int head_dim, const IntegerQueries<kType>& out, int index) {
+    F32 largest = zero(), together = zero();
     for (int d = 0; d < head_dim; d += 16) {
-        largest = max(largest, finite_or_infinite(abs(load_some(row + d, head_dim - d))));
+        const F32 magnitudes = finite_or_infinite(abs(load_some(row + d, head_dim - d)));
+        largest = max(largest, magnitudes);
+        together = add(together, magnitudes);
     }
     const float magnitude = reduce_max(largest);
-    float scale = magnitude > 1e-30f ? magnitude / 127.0f : 0.0f;
-    if (magnitude == HUGE_VALF) scale = NAN;  // carried to every score
+    float scale = 0.0f;
+    if (magnitude > 1e-30f) {
+        scale = kType == KvType::kInt8 ? magnitude / 127.0f
+                                       : scale_of_codes(magnitude, reduce_add(together), 32767.0f);
+    }
+    if (scale == HUGE_VALF) scale = NAN;  // carried to every score
     const F32 inverse = set1(scale > 0.0f ? 1.0f / scale : 0.0f);
     I32 sum = set1(0);
-    int8_t* codes = out.codes + index * out.stride;
+    auto* codes = out.codes + index * out.stride;
     for (int d = 0; d < head_dim; d += 16) {
         const F32 x = scale == scale ? load_some(row + d, head_dim - d) : zero();
         const I32 q = round_to_int(mul(x, inverse));
         sum = add(sum, q);
         if (d + 16 <= out.stride) {
-            store_s8(codes + d, q);
+            store(codes + d, q);
         } else {
-            alignas(64) int8_t rest[16];
-            store_s8(rest, q);
-            std::memcpy(codes + d, rest, out.stride - d);
+            alignas(64) typename Codes<kType>::Code rest[16];
+            store(rest, q);
+            std::memcpy(codes + d, rest, (out.stride - d) * sizeof rest[0]);
         }
     }
     out.scales[index] = scale;
-    out.minus_128[index] = -128 * reduce_add(sum);
+    out.starts[index] = -Codes<kType>::kKeyOffset * reduce_add(sum);
 }
 
-template <int kPages, typename Key, typename KeyScales, typename Round>
-inline void integer_scores(Key key, KeyScales key_scales, const IntegerQueries& queries, int rows,
+template <int kPages, KvType kType, typename Key, typename KeyScales, typename Round>
+inline void integer_scores(Key key, KeyScales key_scales, const IntegerQueries<kType>& queries, int rows,
                            float* scores, Round round) {
     each_row_block(rows, [&](auto count, int row) {
         I32 sums[count()][kPages];
         for (int r = 0; r < count(); ++r) {
-            std::fill(sums[r], sums[r] + kPages, set1(queries.minus_128[row + r]));
+            std::fill(sums[r], sums[r] + kPages, set1(queries.starts[row + r]));
         }
+        constexpr int kTogether = 4 / sizeof queries.codes[0];
         product_block(
-            queries.stride / 4, key,
-            [&](int r, int d) { return broadcast4(queries.codes + (row + r) * queries.stride + 4 * d); },
-            [](Bytes k, Bytes q, I32 sum) { return dot4<true>(sum, k, q); }, round, sums);
+            queries.stride / kTogether, key,
+            [&](int r, int d) {
+                return broadcast_codes(queries.codes + (row + r) * queries.stride + kTogether * d);
+            },
+            [](Bytes k, Bytes q, I32 sum) {
+                if constexpr (kType == KvType::kInt8)
+                    return dot4<true>(sum, k, q);
+                else
+                    return dot2(sum, k, q);
+            },
+            round, sums);
         for (int p = 0; p < kPages; ++p) {
             const F32 scales = key_scales(p);
             for (int r = 0; r < count(); ++r) {
@@ -153,8 +184,7 @@ inline void integer_scores(Key key, KeyScales key_scales, const IntegerQueries& 
     });
 }
 
-// Sums of a segment's values in integers: 256 tokens of 15 by 7 bits fit in 32. `value(pair, element)` gives
-// 16 elements of two tokens.
+// Sums of a segment's values in integers of 32 bits. `value(pair, element)` gives 16 elements of two tokens.
 template <typename Value, typename Round>
 inline void integer_values(Value value, const int16_t* weights, int rows, int pairs, int32_t* out,
                            int padded_dim, bool first, Round round) {

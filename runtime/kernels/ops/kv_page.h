@@ -28,17 +28,41 @@ struct Page {
     }
 };
 
+// What integer caches differ in.
+template <KvType kType>
+struct Codes;
+
 template <>
-struct Page<KvType::kInt8> {
+struct Codes<KvType::kInt8> {
+    using Code = int8_t;
+    static constexpr float kLargest = 127.0f;
+    static constexpr int kKeyOffset = 128;  // added to those of keys
+};
+
+template <>
+struct Codes<KvType::kInt16> {
+    using Code = int16_t;
+    static constexpr float kLargest = 8191.0f;
+    static constexpr int kKeyOffset = 0;
+};
+
+template <KvType kType>
+    requires(in_integers(kType))
+struct Page<kType> {
+    using Code = typename Codes<kType>::Code;
+
     const uint8_t* base;
     PageLayout layout;
 
-    // Elements 4d .. 4d+3 of the 16 keys, with 128 added.
+    // The d-th 4 bytes of each of the 16 keys.
     Bytes keys(int d) const { return load_bytes(base + d * 64); }
     // 16 elements of two values, 16 bits each.
     Bytes values(int pair, int element) const {
-        return widen_pairs(reinterpret_cast<const int8_t*>(base + layout.values) +
-                           2 * (pair * layout.padded_dim + element));
+        const uint8_t* at = base + layout.values + 2 * (pair * layout.padded_dim + element) * sizeof(Code);
+        if constexpr (kType == KvType::kInt16)
+            return load_bytes(at);
+        else
+            return widen_pairs(reinterpret_cast<const int8_t*>(at));
     }
     F32 key_scales() const { return load(scales()); }
     F32 value_scales() const { return load(scales() + kPageTokens); }
@@ -65,19 +89,45 @@ inline F32 finite(F32 x, float limit) {
     return select_less(raised, high, raised, high);
 }
 
-inline float int8_scale(const float* row, int n) {
+inline float code_scale(const float* row, int n, float largest_code) {
     F32 largest = zero();
     for (int begin = 0; begin < n; begin += 16) {
         largest = max(largest, abs(finite(load_some(row + begin, n - begin), 3.0e38f)));
     }
     const float magnitude = reduce_max(largest);
-    return magnitude > 1e-30f ? magnitude / 127.0f : 0.0f;
+    return magnitude > 1e-30f ? magnitude / largest_code : 0.0f;
 }
 
 // 16 elements over their scale.
-inline I32 int8_codes(const float* x, int count, float scale) {
+inline I32 codes_of(const float* x, int count, float scale, float largest_code) {
     const F32 inverse = set1(scale > 0.0f ? 1.0f / scale : 0.0f);
-    return round_to_int(finite(mul(load_some(x, count), inverse), 127.0f));
+    return round_to_int(finite(mul(load_some(x, count), inverse), largest_code));
+}
+
+template <KvType kType>
+void store_codes(const KvShape& shape, uint8_t* page, int slot, const float* key, const float* value) {
+    using Code = typename Codes<kType>::Code;
+    constexpr float kLargest = Codes<kType>::kLargest;
+    constexpr int kTogether = 4 / sizeof(Code);
+    const int n = shape.head_dim, padded = shape.padded_dim();
+    uint8_t* values = page + shape.key_bytes();
+    float* scales = reinterpret_cast<float*>(values + shape.value_bytes());
+    Code* k = reinterpret_cast<Code*>(page) + slot * kTogether;
+    Code* v = reinterpret_cast<Code*>(values) + static_cast<size_t>(slot / 2) * padded * 2 + slot % 2;
+    const float key_scale = code_scale(key, n, kLargest), value_scale = code_scale(value, n, kLargest);
+    scales[slot] = key_scale;
+    scales[kPageTokens + slot] = value_scale;
+    alignas(64) int32_t codes[16];
+    for (int begin = 0; begin < n; begin += 16) {
+        const int count = std::min(16, n - begin);
+        store_int(codes,
+                  add(codes_of(key + begin, count, key_scale, kLargest), set1(Codes<kType>::kKeyOffset)));
+        for (int d = begin; d < begin + count; ++d) {
+            k[d / kTogether * kPageTokens * kTogether + d % kTogether] = static_cast<Code>(codes[d - begin]);
+        }
+        store_int(codes, codes_of(value + begin, count, value_scale, kLargest));
+        for (int d = 0; d < count; ++d) v[2 * (begin + d)] = static_cast<Code>(codes[d]);
+    }
 }
 
 void store_kv(const KvShape& shape, uint8_t* page, int slot, const float* key, const float* value) {
@@ -98,21 +148,9 @@ void store_kv(const KvShape& shape, uint8_t* page, int slot, const float* key, c
             for (int d = 0; d < count; ++d) k[(begin + d) * kPageTokens + slot] = halves[d];
             store_f16(v + begin, finite(load_some(value + begin, count), 65504.0f));
         }
+    } else if (shape.type == KvType::kInt8) {
+        store_codes<KvType::kInt8>(shape, page, slot, key, value);
     } else {
-        int8_t* v = reinterpret_cast<int8_t*>(values) + static_cast<size_t>(slot / 2) * padded * 2 + slot % 2;
-        float* scales = reinterpret_cast<float*>(values + shape.value_bytes());
-        const float key_scale = int8_scale(key, n), value_scale = int8_scale(value, n);
-        scales[slot] = key_scale;
-        scales[kPageTokens + slot] = value_scale;
-        alignas(64) int32_t codes[16];
-        for (int begin = 0; begin < n; begin += 16) {
-            const int count = std::min(16, n - begin);
-            store_int(codes, add(int8_codes(key + begin, count, key_scale), set1(128)));
-            for (int d = 0; d < count; ++d) {
-                page[(begin + d) / 4 * 64 + slot * 4 + (begin + d) % 4] = static_cast<uint8_t>(codes[d]);
-            }
-            store_int(codes, int8_codes(value + begin, count, value_scale));
-            for (int d = 0; d < count; ++d) v[2 * (begin + d)] = static_cast<int8_t>(codes[d]);
-        }
+        store_codes<KvType::kInt16>(shape, page, slot, key, value);
     }
 }

@@ -139,3 +139,5 @@ inline float reduce_max(F32 a) {
 inline int32_t reduce_add(I32 a) { return _mm512_reduce_add_epi32(a.v); }
 
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// Into the next cache alone.
+inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }

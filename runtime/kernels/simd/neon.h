@@ -209,3 +209,5 @@ inline int32_t reduce_add(I32 x) {
 }
 
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
+// Into the next cache alone.
+inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }

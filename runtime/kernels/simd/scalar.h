@@ -214,3 +214,4 @@ inline int32_t reduce_add(I32 a) {
 }
 
 inline void prefetch(const void*) {}
+inline void prefetch_far(const void*) {}
