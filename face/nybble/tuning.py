@@ -98,7 +98,7 @@ def tune(
     clock = _Clock(seconds, progress)
     settings = Settings(profile.threads, profile.token_budget, choose_kv_dtype(None, profile, "cpu"), "ngram")
     workload = _size(path, goal, settings, context, seconds)
-    kv_dtypes = (settings.kv_dtype, "int8") if any_kv_dtype else (settings.kv_dtype,)
+    kv_dtypes: list[KvDtype] = [settings.kv_dtype, "int8"] if any_kv_dtype else [settings.kv_dtype]
     candidates = _candidates(machine, profile, workload, kv_dtypes)
     stages: list[Stage] = []
     skipped: list[str] = []

@@ -59,7 +59,9 @@ def test_bytes_and_operations_are_those_of_the_model(tiny_artifact: Path) -> Non
     # 4 bits with an f16 scale for 64 (the last of 96 columns have a group of 32), the head 8 with one for 32.
     groups = (64 + 32 + 32 + 64 + 96 + 96) + 2 * 64
     weights = 2 * (layer // 2 + 2 * groups) + 512 * 64 + 2 * 512 * 2
-    cached = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, head_dim, f16: of a token
+    cached = (
+        2 * 2 * 2 * (16 * 2 + 4)
+    )  # keys and values, layers, heads, head_dim in int16 and a scale: of a token
     found = {(row.case.phase, row.case.length, row.case.sequences): row for row in result.rows}
     # Eight steps, so on average three and a half more tokens than at the first. One greedy answer does
     # without some of the head's lower halves.

@@ -90,7 +90,7 @@ def test_what_is_found_holds_from_then_on(
     data = json.loads(result.out)
     assert data["workload"]["goal"] == goal
     settings = data["settings"]
-    assert settings["kv_dtype"] == "f16"
+    assert settings["kv_dtype"] == "int16"
     for stage in data["stages"]:
         assert stage["chosen"] in [trial["settings"][stage["setting"]] for trial in stage["trials"]]
         assert all(run["seconds"] > 0 for trial in stage["trials"] for run in trial["runs"])
