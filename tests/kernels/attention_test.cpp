@@ -190,7 +190,7 @@ class Attention {
 
     void check_values(int head, int first, int count, const std::vector<float>& found) const {
         // With a cache in integers the weights of the values, up to 10 here, are rounded to 15 bits at most.
-        const double tolerance = s_.type == KvType::kInt8 ? 1e-3 : s_.type == KvType::kInt16 ? 2e-4 : 2e-5;
+        const double tolerance = in_integers(s_.type) ? 1e-3 : 2e-5;
         for (int i = 0; i < count; ++i) {
             for (int g = 0; g < s_.group; ++g) {
                 const std::vector<double> expected = reference(head, first + i, g);
