@@ -69,7 +69,7 @@ void check_shared(Session& session, Random& random) {
 void check_together(const Model& model, const Kernels& kernels,
                     const std::vector<std::vector<float>>& whole) {
     const auto steps = [&](int sequence) {
-        Session session(model, kernels, 3, KvType::kF16, 20 + sequence);
+        Session session(model, kernels, 3, KvType::kInt16, 20 + sequence);
         const int length = static_cast<int>(whole[sequence].size() / session.stride());
         for (int t = 0; t < length; ++t) {
             check(same_bits(session.run({{sequence, t, 1}}).data(),
