@@ -10,7 +10,7 @@ transformers; openvino-genai and numpy. Its own 4-bit form of the GGUF file is m
 
 Every runtime is a process that stays loaded. A round does each case on each of them in turn, another one
 first in each round, on the same random token ids, new in each round. The table has medians over the rounds,
-and Nybble's ratios to the best peer, with an f16 and with an int8 cache. Decoding is greedy, and its rate
+and Nybble's ratios to the best peer, with an int16 and with an int8 cache. Decoding is greedy, and its rate
 counts the tokens after the first one; prefill is the prompt's tokens over the time to the first token. Memory
 is the peak of a new process that loads and generates 256 tokens; the start, three times in a round, is from
 its launch to the first token of a prompt of 16, with files in the system's cache.
@@ -43,7 +43,7 @@ PEERS = {
     "ortgenai": ("onnxruntime-genai", "onnxruntime_genai_worker.py"),
     "openvino": ("OpenVINO GenAI", "openvino_worker.py"),
 }
-OWN_KV_DTYPES = ("f16", "int8")
+OWN_KV_DTYPES = ("int16", "int8")
 CONTEXT, NEW_TOKENS, VOCAB_SIZE = 4224, 128, 49152
 LAUNCHES = 3  # of each runtime in a round
 

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from nybble.runtime.step_time import StepShape, StepTimeModel, token_pairs
@@ -87,6 +87,7 @@ def test_the_time_of_a_step_is_learned(most_noise: float) -> None:
 def test_a_shared_step_stays_within_its_target(
     costs: tuple[float, ...], seed: int, decodes: int, past: int, ratio: float
 ) -> None:
+    assume(costs[3] >= costs[0] / 200)  # as in `random_costs`: not all others are learned
     generator, seconds = random.Random(seed), machine(costs)
     context = decodes * 500
     alone = seconds(StepShape(decodes, context))
