@@ -189,8 +189,8 @@ def test_the_largest_sums_do_not_saturate(code: int) -> None:
 
 
 def test_what_a_table_of_bytes_loses() -> None:
-    """Of normally distributed weights: 0.6 % of their size, where NF4 itself loses 9 %. docs/kernel-notes.md has
-    these figures."""
+    """Of normally distributed weights: 0.6 % of their size, where NF4 itself loses 9 %.
+    docs/kernel-notes.md has these figures."""
     weight = np.random.default_rng(0).normal(size=(256, 1024)).astype(np.float32)
     tensor = to_nf4(weight)
     exact, size = tensor.dequantize().astype(np.float64), np.sqrt((weight**2).mean())
