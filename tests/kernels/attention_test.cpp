@@ -59,9 +59,9 @@ double stored(KvType type, const uint8_t* elements, size_t index, const uint8_t*
     float x;
     std::memcpy(&x, type == KvType::kF32 ? elements + index * 4 : scale_at, 4);
     if (type == KvType::kF32) return x;
+    if (type == KvType::kInt8) return static_cast<double>(x) * static_cast<int8_t>(elements[index] - added);
     int16_t code;
     std::memcpy(&code, elements + index * 2, 2);
-    if (type == KvType::kInt8) code = static_cast<int8_t>(elements[index] - added);
     return static_cast<double>(x) * code;
 }
 
