@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from sanitized import SANITIZERS, compiled_kernels
-from shared import made_once
+from shared import kept
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "runtime" / "kernels"
@@ -86,13 +86,15 @@ def build(
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """`built(architecture, compiler, *flags)`: the program, built once for the same arguments."""
+def built() -> Build:
+    """`built(architecture, compiler, *flags)`: the program, built once for the same sources and arguments."""
 
     def make(architecture: str, compiler: str, *flags: str) -> Path:
         name = "-".join(("kernels", architecture, *(re.sub(r"\W+", "-", flag) for flag in flags)))
-        out = made_once(tmp_path_factory, name, lambda out: build(out, architecture, compiler, flags))
-        return out / PROGRAM
+        files = [path for folder in (KERNELS, Path(__file__).parent) for path in folder.rglob("*")]
+        sources = [path for path in files if path.suffix in (".cpp", ".h")]
+        settings = [run(compiler, "--version"), *COMMON, *flags, str(instruction_sets(architecture)), WRAPPED]
+        return kept(name, sources, settings, lambda out: build(out, architecture, compiler, flags)) / PROGRAM
 
     return make
 

@@ -1,11 +1,15 @@
-"""What is made once for all processes that share the tests."""
+"""What is made once for all processes that share the tests, or for all runs of them."""
 
 import fcntl
+import hashlib
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+
+KEPT = Path(__file__).parents[2] / "build" / "tests"
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
@@ -22,3 +26,22 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             made = str(folder)
             lock.write(made)
         return Path(made)
+
+
+def kept(name: str, sources: Iterable[Path], settings: Iterable[str], make: Callable[[Path], None]) -> Path:
+    """`build/tests/NAME`, which `make` fills, and which later runs find as long as `sources` have the same
+    names and contents and `settings` (how it is made, and with what) are the same."""
+    digest = hashlib.sha256(repr(list(settings)).encode())
+    for path in sorted(sources):
+        content = path.read_bytes()
+        digest.update(f"\n{path.name} {len(content)}\n".encode() + content)
+    KEPT.mkdir(parents=True, exist_ok=True)
+    folder, complete = KEPT / name, KEPT / name / ".complete"
+    with open(KEPT / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not complete.exists() or complete.read_text() != digest.hexdigest():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            complete.write_text(digest.hexdigest())
+    return folder
