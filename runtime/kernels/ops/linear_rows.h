@@ -5,12 +5,16 @@
 template <int kBits, WeightKind kKind, int kStreams>
 struct TileStreams {
     static constexpr bool kHalved = kKind == WeightKind::kHalves;
-    static constexpr int kPrefetchBytes = kHalved ? 2048 : 4096;  // of each half
+    // So many bytes before they are read, weights are asked for into the second cache, for which a core waits
+    // for more lines at a time than for the first, and from there into the first.
+    static constexpr size_t kFar = (kStreams == 1 ? 8192 : 16384) / (kHalved ? 2 : 1);  // of each half
+    static constexpr size_t kNear = kHalved ? 512 : 1024;
 
     TileStreams(const PackedLinear& w, const TilePlaces& places, int tile)
         : header_bytes(w.header_bytes()),
           slice_bytes(w.slice_bytes()),
           slices_per_group(w.slices_per_group),
+          far(kStreams == 1 ? kFar : std::min(kFar, places.body_bytes)),
           to_next_run(places.body(tile + kStreams) - places.body(tile) - places.body_bytes),
           to_next_lower(kHalved ? places.lower(tile + kStreams) - places.lower(tile) - places.lower_bytes
                                 : 0) {
@@ -18,32 +22,32 @@ struct TileStreams {
             p[n] = places.body(tile + n);
             if constexpr (kHalved) lower[n] = places.lower(tile + n);
         }
-        tail = p[0] + places.body_bytes - kPrefetchBytes;
-        if constexpr (kHalved) lower_tail = lower[0] + places.lower_bytes - kPrefetchBytes;
+        tail = p[0] + places.body_bytes - far;
+        if constexpr (kHalved) lower_tail = lower[0] + places.lower_bytes - far;
     }
 
     // Goes on to the next slice: `at[n]` is where stream n has it, `lower_at[n]` where its lower half is,
     // `header[n]` that of its group.
     void next() {
+        // Near its end a tile is followed by one of the next run.
+        const size_t ahead = far + (p[0] >= tail ? to_next_run : 0);
         if (left == 0) {
             for (int n = 0; n < kStreams; ++n) {
                 header[n] = read_header<kBits, kKind>(p[n]);
+                ask_for(p[n], header_bytes, ahead);
                 p[n] += header_bytes;
             }
             left = slices_per_group;
         }
         --left;
-        // Near its end a tile is followed by one of the next run.
-        const size_t ahead = kPrefetchBytes + (p[0] >= tail ? to_next_run : 0);
 #pragma GCC unroll 4
         for (int n = 0; n < kStreams; ++n) {
             at[n] = p[n];
-            for (int line = 0; line < slice_bytes; line += 64) prefetch(p[n] + ahead + line);
+            ask_for(p[n], slice_bytes, ahead);
             p[n] += slice_bytes;
             if constexpr (kHalved) {
                 lower_at[n] = lower[n];
-                const size_t further = kPrefetchBytes + (lower[0] >= lower_tail ? to_next_lower : 0);
-                for (int line = 0; line < slice_bytes; line += 64) prefetch(lower[n] + further + line);
+                ask_for(lower[n], slice_bytes, far + (lower[0] >= lower_tail ? to_next_lower : 0));
                 lower[n] += slice_bytes;
             }
         }
@@ -54,11 +58,18 @@ struct TileStreams {
     Header header[kStreams] = {};
 
   private:
+    static void ask_for(const uint8_t* from, int bytes, size_t ahead) {
+        for (int line = 0; line < bytes; line += 64) {
+            prefetch_far(from + ahead + line);
+            prefetch(from + kNear + line);
+        }
+    }
+
     const uint8_t* p[kStreams];
     const uint8_t* lower[kStreams] = {};
     const uint8_t *tail, *lower_tail = nullptr;
     const int header_bytes, slice_bytes, slices_per_group;
-    const size_t to_next_run, to_next_lower;
+    const size_t far, to_next_run, to_next_lower;
     int left = 0;
 };
 
