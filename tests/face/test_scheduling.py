@@ -87,15 +87,19 @@ def test_a_higher_priority_comes_first_and_a_full_queue_refuses(tiny_artifact: P
 
 def test_a_deadline_that_passes_fails_its_request_alone(llm: LLM) -> None:
     endless = SamplingParams(ignore_eos=True)
+    llm.generate("anything", PARAMS)  # the engine is there
+    scheduler = llm._loop._engine._scheduler
+    clock = scheduler._clock
     with gated(llm._loaded.executor) as gate, ThreadPoolExecutor(2) as pool:
-        late = pool.submit(llm.generate, "late", endless, deadline=1.0)
+        late = pool.submit(llm.generate, "late", endless, deadline=600.0)
         gate.let(1)
         other = pool.submit(llm.generate, "other", PARAMS)
-        time.sleep(1.1)
+        scheduler._clock = lambda: clock() + 601
         gate.open()
         with pytest.raises(DeadlineExceeded):
             late.result()
         assert len(other.result().token_ids) == 6
+    scheduler._clock = clock
 
 
 def test_the_contexts_end(tiny_artifact: Path) -> None:

@@ -125,9 +125,13 @@ def test_an_idle_engine_costs_nothing(loop: EngineLoop) -> None:
             fields = file.read().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / tick
 
-    before = used()
-    time.sleep(0.3)
-    assert used() == before
+    def idles() -> bool:
+        before = used()
+        time.sleep(0.3)
+        return used() == before
+
+    # It may just be on its way to its wait.
+    assert idles() or idles()
 
 
 def test_a_call_runs_between_steps_and_its_error_reaches_the_caller(loop: EngineLoop) -> None:
